@@ -1,0 +1,29 @@
+# `make demo` and `make test` set up what they need in .venv. PYTHON, W8A8_BACKEND and VLLM_VERSION are read there.
+export HF_HUB_OFFLINE := 1
+VENV := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format clean
+
+help:  ## shows this
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
+
+setup:  ## makes .venv: vLLM (CPU build where there is no NVIDIA GPU), the plugin, the tests' tools
+	@python3 scripts/setup_env.py
+
+demo: setup  ## converts SmolLM2-135M to W8A8, serves it, asks it a question
+	@$(VENV)/python scripts/demo.py
+
+test: setup  ## runs the tests; those that need a GPU skip themselves where there is none
+	@$(VENV)/python -m pytest $(ARGS)
+
+lint: setup  ## checks style, changes nothing
+	@$(VENV)/ruff check .
+	@$(VENV)/ruff format --check .
+
+format: setup  ## formats the code
+	@$(VENV)/ruff check --fix .
+	@$(VENV)/ruff format .
+
+clean:  ## removes .venv, the demo's files and caches
+	rm -rf .venv .demo build dist *.egg-info .pytest_cache .ruff_cache

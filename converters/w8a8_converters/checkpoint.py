@@ -1,0 +1,304 @@
+"""Reading Hugging Face checkpoints: every file is checked by its header before any data is read."""
+
+import json
+import mmap
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from w8a8_converters.errors import ConversionError
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+_INDEX = "model.safetensors.index.json"
+_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
+# What transformers, Mistral and PEFT put beside a model's own weights.
+_NOT_THE_MODEL = ("consolidated", "adapter_model", "training_args", "optimizer")
+_WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".ot", ".tflite"}
+_SIDE_FILE_LIMIT = 256 * 1000**2
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor of a source: its name in the Hugging Face checkpoint, what `rows` returns, what it takes on disk."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+
+    @property
+    def n_rows(self) -> int:
+        return self.shape[0] if self.shape else 1
+
+
+class Source(Protocol):
+    """A model to convert.
+
+    Attributes:
+        path: what the user named.
+        files: every file that holds weights.
+        config: the content of config.json.
+        tensors: by name, in the order of the checkpoint.
+        side_files: small files of the result: path in the folder -> a file to copy or the content.
+        notes: what the user should know, for the report.
+    """
+
+    path: Path
+    files: list[Path]
+    config: dict[str, Any]
+    tensors: Mapping[str, TensorInfo]
+    side_files: Mapping[str, Path | bytes]
+    notes: list[str]
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of a tensor (a scalar counts as one row), in its dtype; may be a view of the file."""
+
+
+class SafetensorsFile:
+    """One safetensors file: header parsed and held against the file's size, data mapped on first use.
+
+    Raises:
+        ConversionError: the file is missing, short, too long, or its header is malformed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._map: mmap.mmap | None = None
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            header_size = int.from_bytes(file.read(8), "little")
+            if size < 8 or header_size > size - 8:
+                raise ConversionError(
+                    f"{path} is truncated: its header needs {8 + header_size:,} bytes, the file has {size:,}; copy it again"
+                )
+            try:
+                header = json.loads(file.read(header_size), object_pairs_hook=_no_duplicates)
+            except ValueError as error:
+                raise ConversionError(f"{path} has no valid safetensors header: {error}; copy it again") from None
+        header.pop("__metadata__", None)
+        self._data_start = 8 + header_size
+        self._begin: dict[str, int] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        end_of_data = 0
+        for name, entry in header.items():
+            try:
+                dtype_name, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+            except (KeyError, TypeError, ValueError):
+                raise ConversionError(f"{path}: header entry of tensor {name} is malformed: {entry!r}") from None
+            if dtype_name not in DTYPES:
+                raise ConversionError(
+                    f"{path}: tensor {name} has unknown dtype {dtype_name}; known are {', '.join(DTYPES)}: "
+                    "convert from the original bf16, fp16 or fp32 checkpoint"
+                )
+            dtype = DTYPES[dtype_name]
+            expected = dtype.itemsize
+            for size_of_dim in shape:
+                expected *= size_of_dim
+            if begin < 0 or end - begin != expected:
+                raise ConversionError(
+                    f"{path}: tensor {name} ({dtype_name}, shape {list(shape)}) needs {expected:,} bytes, "
+                    f"its header gives it {end - begin:,}; copy the file again"
+                )
+            end_of_data = max(end_of_data, end)
+            self._begin[name] = begin
+            self.tensors[name] = TensorInfo(name, shape, dtype, expected)
+        if self._data_start + end_of_data != size:
+            what = "truncated" if size < self._data_start + end_of_data else "longer than its header says"
+            raise ConversionError(
+                f"{path} is {what}: expected {self._data_start + end_of_data:,} bytes, the file has {size:,}; copy it again"
+            )
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of a tensor as a view of the mapped file: not to be written to."""
+        info = self.tensors[name]
+        row_shape = info.shape[1:]
+        row_bytes = info.nbytes // info.n_rows if info.n_rows else 0
+        if row_bytes == 0 or stop <= start:
+            return torch.empty((max(0, stop - start), *row_shape), dtype=info.dtype)
+        if self._map is None:
+            with self.path.open("rb") as file:
+                # Copy-on-write, since torch wants writable memory; read pages stay file pages, not anonymous memory.
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        offset = self._data_start + self._begin[name] + start * row_bytes
+        raw = torch.frombuffer(self._map, dtype=torch.uint8, offset=offset, count=(stop - start) * row_bytes)
+        if raw.data_ptr() % info.dtype.itemsize:
+            raw = raw.clone()
+        return raw.view(info.dtype).reshape(stop - start, *row_shape)
+
+
+class HuggingFaceSource:
+    """A folder with config.json and safetensors files.
+
+    Raises:
+        ConversionError: no config.json, no safetensors files, files missing, damaged or contradicting the index,
+            or a checkpoint that is already quantized.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.notes: list[str] = []
+        self.config = _read_config(path)
+        weight_map, self.files = self._find_files()
+        self._file_of: dict[str, SafetensorsFile] = {}
+        for file_path in self.files:
+            file = SafetensorsFile(file_path)
+            for name in file.tensors:
+                if name in self._file_of:
+                    raise ConversionError(
+                        f"tensor {name} is in both {self._file_of[name].path.name} and {file_path.name} of {path}: "
+                        "remove the file that does not belong to the checkpoint"
+                    )
+                if weight_map is not None and name not in weight_map:
+                    raise ConversionError(
+                        f"{file_path} holds tensor {name}, which {_INDEX} does not name: index and files belong to "
+                        "different checkpoints; copy both again"
+                    )
+                self._file_of[name] = file
+        if weight_map is not None:
+            self._check_index(weight_map)
+        self.tensors: dict[str, TensorInfo] = {name: file.tensors[name] for name, file in self._file_of.items()}
+        if not self.tensors:
+            raise ConversionError(f"{path} holds no tensors")
+        self._refuse_quantized()
+        self.side_files: dict[str, Path | bytes] = self._find_side_files()
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        return self._file_of[name].rows(name, start, stop)
+
+    def _find_files(self) -> tuple[dict[str, str] | None, list[Path]]:
+        present = sorted(p for p in self.path.glob("*.safetensors") if not p.name.startswith(_NOT_THE_MODEL))
+        index_path = self.path / _INDEX
+        if index_path.is_file():
+            try:
+                weight_map = json.loads(index_path.read_bytes(), object_pairs_hook=_no_duplicates)["weight_map"]
+                names = list(dict.fromkeys(weight_map.values()))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ConversionError(f"{index_path} is not a safetensors index: {error!r}; copy it again") from None
+            for name in names:
+                if not isinstance(name, str) or Path(name).name != name:
+                    raise ConversionError(f"{index_path} names a file outside its folder: {name!r}")
+            missing = [name for name in names if not (self.path / name).is_file()]
+            if missing:
+                raise ConversionError(
+                    f"{self.path} lacks {len(missing)} of the {len(names)} files that {_INDEX} names: {_some(missing)}; "
+                    "download them"
+                )
+            unused = [p.name for p in present if p.name not in names]
+            if unused:
+                self.notes.append(f"not in {_INDEX}, not used: {_some(unused)}")
+            return weight_map, [self.path / name for name in names]
+
+        single = self.path / "model.safetensors"
+        if single.is_file():
+            unused = [p.name for p in present if p != single]
+            if unused:
+                self.notes.append(f"beside model.safetensors, not used: {_some(unused)}")
+            return None, [single]
+        if not present:
+            pickles = sorted(p.name for suffix in ("*.bin", "*.pt", "*.pth") for p in self.path.glob(suffix))
+            if pickles:
+                raise ConversionError(
+                    f"{self.path} holds pickle files ({_some(pickles)}) and no safetensors; loading a pickle runs code from "
+                    "it: save the model as safetensors first (transformers: save_pretrained)"
+                )
+            raise ConversionError(f"{self.path} holds no *.safetensors files: give a model folder or a .gguf file")
+        for match in filter(None, (_SHARD.fullmatch(p.name) for p in present)):
+            count = int(match["count"])
+            expected = [f"{match['stem']}-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+            missing = [name for name in expected if not (self.path / name).is_file()]
+            if missing:
+                raise ConversionError(f"{self.path} lacks {_some(missing)}, and has no {_INDEX}: download them")
+        return None, present
+
+    def _check_index(self, weight_map: dict[str, str]) -> None:
+        missing = [name for name in weight_map if name not in self._file_of]
+        if missing:
+            files = sorted({weight_map[name] for name in missing})
+            raise ConversionError(
+                f"{_INDEX} names {len(missing)} tensors that no file holds: {_some(missing)} (expected in {_some(files)}); "
+                "download index and files again"
+            )
+        for name, file_name in weight_map.items():
+            if self._file_of[name].path.name != file_name:
+                raise ConversionError(
+                    f"{_INDEX} puts tensor {name} into {file_name}, but {self._file_of[name].path.name} holds it: "
+                    "download index and files again"
+                )
+
+    def _refuse_quantized(self) -> None:
+        advice = "convert from the original bf16, fp16 or fp32 checkpoint"
+        sections = [self.config, *(value for value in self.config.values() if isinstance(value, dict))]
+        for key in ("quantization_config", "compression_config"):
+            for section in sections:
+                if section.get(key):
+                    method = section[key].get("quant_method", "?") if isinstance(section[key], dict) else "?"
+                    raise ConversionError(f"{self.path} is already quantized ({key}, method {method}): {advice}")
+        for name in ("quant_config.json", "hf_quant_config.json", "quantize_config.json"):
+            if (self.path / name).is_file():
+                raise ConversionError(f"{self.path} is already quantized (it has {name}): {advice}")
+        for info in self.tensors.values():
+            low = info.dtype.itemsize == 1 and info.dtype != torch.bool
+            if low and info.name.endswith("weight"):
+                raise ConversionError(
+                    f"{self.path} is already quantized: tensor {info.name} is {DTYPE_NAMES[info.dtype]}; {advice}"
+                )
+
+    def _find_side_files(self) -> dict[str, Path | bytes]:
+        found: dict[str, Path | bytes] = {}
+        for path in sorted(self.path.rglob("*")):
+            relative = path.relative_to(self.path)
+            if any(part.startswith(".") for part in relative.parts) or not path.is_file():
+                continue
+            if path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json") or str(relative) == "config.json":
+                continue
+            if path.stat().st_size > _SIDE_FILE_LIMIT:
+                self.notes.append(f"not carried over, too large: {relative}")
+                continue
+            found[str(relative)] = path
+        return found
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConversionError(f"{folder} has no config.json: give the folder of a Hugging Face model or a .gguf file")
+    try:
+        config = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ConversionError(f"{path} is not JSON: {error}") from None
+    if not isinstance(config, dict) or not config.get("model_type"):
+        raise ConversionError(f"{path} does not describe a model: it has no model_type")
+    return config
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"{twice!r} appears twice")
+    return result
+
+
+def _some(names: list[str], limit: int = 3) -> str:
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

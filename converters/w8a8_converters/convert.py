@@ -1,0 +1,204 @@
+"""Converts a checkpoint: plan, check everything, write to a folder beside the output, rename."""
+
+import json
+import logging
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from w8a8_converters.checkpoint import HuggingFaceSource, Source, TensorInfo
+from w8a8_converters.errors import ConversionError
+from w8a8_converters.formats import FORMATS
+from w8a8_converters.layers import module_of
+from w8a8_converters.plan import Plan, Step, make_plan
+from w8a8_converters.quantize import quantize_weight
+from w8a8_converters.report import LayerReport, NoiseMeter, Report
+from w8a8_converters.staging import check_output, remove_stale, staged_folder
+from w8a8_converters.writer import ShardWriter
+
+logger = logging.getLogger(__name__)
+
+REPORT_FILE = "conversion_report.json"
+QUANT_CONFIG_FILE = "quant_config.json"
+
+# stage ("check" or "write"), bytes of the source done, bytes in all
+Progress = Callable[[str, int, int], None]
+
+# fp32 size of a block of rows. Blocks bound the memory: no tensor and no shard is ever held as a whole.
+_BLOCK_BYTES = 16 * 1024**2
+_DISK_MARGIN = 64 * 1000**2
+
+
+def convert(
+    src: str | Path,
+    out: str | Path,
+    *,
+    format: str = "w8a8",
+    skip: Iterable[str] = (),
+    quantize_lm_head: bool = False,
+    max_shard_size: str | int = "4GB",
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Report:
+    """Converts a model and returns what was done. `out` appears only when it is complete.
+
+    Args:
+        src: a Hugging Face folder with safetensors files, or a .gguf file.
+        out: the folder to make.
+        format: `w8a8`, `compressed-tensors` or `bf16`.
+        skip: patterns of modules to leave unquantized, see `rules.SkipRules`.
+        quantize_lm_head: write an int8 lm_head. Where it is tied to the embedding, it becomes a weight of its own.
+        max_shard_size: limit of a weight file, as `4GB`.
+        overwrite: replace `out` if it is a model folder. The old one stays until the new one is complete.
+        progress: called with (stage, bytes done, bytes in all), stages `check` and `write`.
+
+    Raises:
+        ConversionError: the source, the options or the disk do not allow it. Nothing has been written then.
+    """
+    started = time.monotonic()
+    src, out = Path(src).expanduser(), Path(out).expanduser()
+    if format not in FORMATS:
+        raise ConversionError(f"format {format!r} is not known; known are {', '.join(FORMATS)}")
+    source = _open(src)
+    check_output(out, [src, *source.files], overwrite)
+    plan = make_plan(source, FORMATS[format], skip, quantize_lm_head, max_shard_size)
+    remove_stale(out, logger.warning)
+    _check_disk(plan, source, out)
+    _check_values(plan, source, progress)
+
+    report = Report(
+        source=str(src),
+        output=str(out),
+        format=format,
+        source_bytes=sum(path.stat().st_size for path in source.files),
+        bf16_bytes=sum(_bf16_bytes(info) for info in source.tensors.values()),
+        files=plan.files,
+        ignore=plan.ignore,
+        lm_head_extra_bytes=plan.lm_head_extra_bytes,
+        notes=source.notes,
+    )
+    with staged_folder(out) as folder:
+        _write_weights(plan, source, folder, report, progress)
+        report.output_bytes = sum((folder / name).stat().st_size for name in plan.files)
+        report.seconds = round(time.monotonic() - started, 1)
+        _write_side_files(plan, source, folder, report)
+    return report
+
+
+def _open(src: Path) -> Source:
+    if src.is_dir():
+        return HuggingFaceSource(src)
+    if not src.is_file():
+        raise ConversionError(f"{src} does not exist: give a Hugging Face folder or a .gguf file")
+    # Imported here: a Hugging Face folder needs neither gguf nor tokenizers.
+    from w8a8_converters.gguf.source import GGUFSource
+
+    return GGUFSource(src)
+
+
+def _check_disk(plan: Plan, source: Source, out: Path) -> None:
+    side = sum(len(item) if isinstance(item, bytes) else item.stat().st_size for item in source.side_files.values())
+    needed = plan.output_bytes + side + _DISK_MARGIN
+    folder = next(parent for parent in out.resolve().parents if parent.is_dir())
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise ConversionError(
+            f"{folder} has {free / 1e9:.2f} GB free, the conversion needs {needed / 1e9:.2f} GB: "
+            "free some space or choose OUT on another disk"
+        )
+
+
+def _check_values(plan: Plan, source: Source, progress: Progress | None) -> None:
+    done = 0
+    for step in plan.steps:
+        for _, values in _blocks(step, source):
+            if values.dtype.is_floating_point and values.numel() and not _is_finite(values):
+                dtype = str(step.values).removeprefix("torch.")
+                raise ConversionError(
+                    f"tensor {step.source.name} of {source.path} holds NaN, inf or values beyond {dtype}: the checkpoint is "
+                    "damaged or needs a wider dtype in its config.json"
+                )
+        done += step.source.nbytes
+        if progress is not None:
+            progress("check", done, plan.source_bytes)
+
+
+def _is_finite(values: Tensor) -> bool:
+    # Both ends carry a NaN through, and no mask as large as the values is made.
+    low, high = torch.aminmax(values)
+    return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
+def _write_weights(plan: Plan, source: Source, folder: Path, report: Report, progress: Progress | None) -> None:
+    weight_map: dict[str, str] = {}
+    done = 0
+    for steps, file_name in zip(plan.shards, plan.files, strict=True):
+        tensors = [tensor for step in steps for tensor in step.outputs]
+        weight_map |= {tensor.name: file_name for tensor in tensors}
+        with ShardWriter(folder / file_name, tensors, {"format": plan.format.metadata_format}) as writer:
+            for step in steps:
+                _write_step(step, source, writer, report)
+                done += step.source.nbytes
+                if progress is not None:
+                    progress("write", done, plan.source_bytes)
+    if len(plan.files) > 1:
+        index = {"metadata": {"total_size": plan.output_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+        _write_json(folder / f"{plan.format.stem}.safetensors.index.json", index)
+
+
+def _write_step(step: Step, source: Source, writer: ShardWriter, report: Report) -> None:
+    row_elements = _row_elements(step.source)
+    noise = NoiseMeter()
+    for start, values in _blocks(step, source):
+        if step.scale is None:
+            writer.write(step.weight.name, start * row_elements, values)
+            continue
+        codes, scale = quantize_weight(values)
+        writer.write(step.weight.name, start * row_elements, codes)
+        writer.write(step.scale.name, start, scale)
+        noise.add(values, codes, scale)
+    if step.scale is not None:
+        report.layers.append(LayerReport(module_of(step.weight.name), step.weight.shape, noise.decibels()))
+
+
+def _write_side_files(plan: Plan, source: Source, folder: Path, report: Report) -> None:
+    for name, content in source.side_files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        else:
+            shutil.copyfile(content, path)
+    _write_json(folder / "config.json", plan.config)
+    if plan.format.name == "w8a8":
+        _write_json(folder / QUANT_CONFIG_FILE, plan.quantization)
+    _write_json(folder / REPORT_FILE, report.to_dict())
+
+
+def _blocks(step: Step, source: Source) -> Iterator[tuple[int, Tensor]]:
+    """(first row, rows in the dtype of the step's values), block by block."""
+    info = step.source
+    rows = max(1, _BLOCK_BYTES // (4 * max(1, _row_elements(info))))
+    for start in range(0, info.n_rows, rows):
+        yield start, source.rows(info.name, start, min(start + rows, info.n_rows)).to(step.values)
+
+
+def _row_elements(info: TensorInfo) -> int:
+    elements = 1
+    for size in info.shape[1:]:
+        elements *= size
+    return elements
+
+
+def _bf16_bytes(info: TensorInfo) -> int:
+    size = 2 if info.dtype.is_floating_point else info.dtype.itemsize
+    return info.n_rows * _row_elements(info) * size
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

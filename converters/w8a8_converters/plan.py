@@ -1,0 +1,240 @@
+"""Decides, before any data is read, what becomes of every tensor."""
+
+import difflib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from w8a8_converters.checkpoint import Source, TensorInfo
+from w8a8_converters.errors import ConversionError
+from w8a8_converters.formats import Format, quantization_config, shard_names
+from w8a8_converters.layers import (
+    TRANSPOSED_MODEL_TYPES,
+    is_linear,
+    is_lm_head,
+    is_quantized_by_default,
+    is_stacked_experts,
+    lm_head_of,
+    module_of,
+)
+from w8a8_converters.rules import SkipRules, fused_groups
+from w8a8_converters.writer import OutputTensor, split_into_shards
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One tensor of the source and what is written from it.
+
+    Attributes:
+        values: the tensor in the dtype in which it is written or, where quantized, from which it is quantized.
+        scale: the scale to write beside int8 codes; None where the values are written as they are.
+    """
+
+    source: TensorInfo
+    weight: OutputTensor
+    values: torch.dtype
+    scale: OutputTensor | None = None
+
+    @property
+    def outputs(self) -> list[OutputTensor]:
+        return [self.weight] if self.scale is None else [self.weight, self.scale]
+
+
+@dataclass
+class Plan:
+    """Everything about the output but the data."""
+
+    format: Format
+    config: dict[str, Any]
+    quantization: dict[str, Any] | None
+    shards: list[list[Step]] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    ignore: list[str] = field(default_factory=list)
+    lm_head_extra_bytes: int = 0
+
+    @property
+    def steps(self) -> list[Step]:
+        return [step for shard in self.shards for step in shard]
+
+    @property
+    def output_bytes(self) -> int:
+        return sum(tensor.nbytes for step in self.steps for tensor in step.outputs)
+
+    @property
+    def source_bytes(self) -> int:
+        return sum(step.source.nbytes for step in self.steps)
+
+
+def make_plan(
+    source: Source,
+    fmt: Format,
+    skip: Iterable[str],
+    quantize_lm_head: bool,
+    max_shard_size: str | int,
+) -> Plan:
+    """Raises ConversionError where the options do not fit the checkpoint."""
+    limit = parse_size(max_shard_size)
+    try:
+        rules = SkipRules(skip)
+    except ValueError as error:
+        raise ConversionError(str(error)) from None
+    if not fmt.quantized and (rules or quantize_lm_head):
+        option = "--skip" if rules else "--quantize-lm-head"
+        raise ConversionError(f"{option} has no effect with --format {fmt.name}, which quantizes nothing: leave it out")
+    if fmt.quantized and source.config["model_type"] in TRANSPOSED_MODEL_TYPES:
+        raise ConversionError(
+            f"{source.path}: model type {source.config['model_type']} stores transposed weights, which are not supported"
+        )
+    _check_patterns(rules, source)
+
+    targets = _values_dtypes(source, fmt)
+    quantized = _quantized_tensors(source, rules, quantize_lm_head) if fmt.quantized else set()
+    config = _copy_config(source.config)
+    plan = Plan(fmt, config, None)
+    steps: list[Step] = []
+    for info in source.tensors.values():
+        steps.append(_step(info, info.name, targets[info.name], info.name in quantized))
+    plan.ignore = [module_of(s.weight.name) for s in steps if s.scale is None and is_linear(s.weight.name, len(s.weight.shape))]
+
+    embedding = _tied_embedding(source)
+    if fmt.quantized and embedding is not None:
+        head = lm_head_of(embedding.name)
+        if quantize_lm_head:
+            steps = [step for step in steps if step.weight.name != f"{head}.weight"]
+            plan.ignore = [name for name in plan.ignore if name != head]
+            own_head = _step(embedding, f"{head}.weight", targets[embedding.name], quantize=True)
+            steps.append(own_head)
+            plan.lm_head_extra_bytes = sum(tensor.nbytes for tensor in own_head.outputs)
+            _set_everywhere(config, "tie_word_embeddings", False, add=True)
+        elif head not in plan.ignore:
+            plan.ignore.append(head)
+
+    if fmt.quantized:
+        if not any(step.scale is not None for step in steps):
+            raise ConversionError(f"{source.path}: no weight is left to quantize; with --skip like this use --format bf16")
+        plan.quantization = quantization_config(fmt, plan.ignore)
+        config["quantization_config"] = plan.quantization
+    else:
+        for key in ("dtype", "torch_dtype"):
+            _set_everywhere(config, key, "bfloat16", add=key == "torch_dtype" and "dtype" not in config)
+
+    by_name = {step.weight.name: step for step in steps}
+    shards = split_into_shards([step.outputs for step in steps], limit)
+    plan.shards = [[by_name[tensor.name] for tensor in shard if tensor.name in by_name] for shard in shards]
+    plan.files = shard_names(fmt, len(shards))
+    return plan
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes of `4GB`, `500MB`, `2GiB` or a plain number."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+    if match is None or match[2].upper() not in _UNITS or (size := int(float(match[1]) * _UNITS[match[2].upper()])) < 1:
+        raise ConversionError(f"max shard size {text!r} is not a size: write it as 4GB, 500MB or 2GiB")
+    return size
+
+
+def _step(info: TensorInfo, name: str, values: torch.dtype, quantize: bool) -> Step:
+    if not quantize:
+        return Step(info, OutputTensor(name, info.shape, values), values)
+    weight = OutputTensor(name, info.shape, torch.int8)
+    return Step(info, weight, values, OutputTensor(f"{name}_scale", (info.shape[0], 1), torch.float32))
+
+
+def _quantized_tensors(source: Source, rules: SkipRules, quantize_lm_head: bool) -> set[str]:
+    candidates = {
+        module_of(info.name)
+        for info in source.tensors.values()
+        if is_quantized_by_default(info.name, len(info.shape))
+        or (quantize_lm_head and is_linear(info.name, len(info.shape)) and is_lm_head(module_of(info.name)))
+    }
+    skipped = {module for module in candidates if rules.skips(module)}
+    for fused, parts in fused_groups(candidates).items():
+        try:
+            if rules.skips_fused(fused, {fused.rpartition(".")[2]: parts}):
+                parent = fused.rpartition(".")[0]
+                skipped |= {f"{parent}.{part}" if parent else part for part in parts}
+        except ValueError as error:
+            raise ConversionError(str(error)) from None
+    for info in source.tensors.values():
+        module = module_of(info.name) if info.name.endswith(".weight") else info.name
+        if is_stacked_experts(info.name, len(info.shape)) and not rules.skips(module):
+            raise ConversionError(
+                f"{source.path}: tensor {info.name} {list(info.shape)} stacks the weights of several experts, which cannot be "
+                "quantized yet: leave them out with --skip experts"
+            )
+    names = {f"{module}.weight" for module in candidates - skipped}
+    embedding = _tied_embedding(source)
+    head = lm_head_of(embedding.name) if embedding is not None else next(filter(is_lm_head, candidates), None)
+    if quantize_lm_head and head is not None and rules.skips(head):
+        raise ConversionError(f"--quantize-lm-head and --skip both name {head}: give one of them")
+    if quantize_lm_head and head is None:
+        raise ConversionError(f"{source.path} has no lm_head.weight and no embedding tied to one: leave out --quantize-lm-head")
+    return names
+
+
+def _check_patterns(rules: SkipRules, source: Source) -> None:
+    modules = {module_of(name) if name.endswith((".weight", ".bias")) else name for name in source.tensors}
+    if (embedding := _tied_embedding(source)) is not None:
+        modules.add(lm_head_of(embedding.name))
+    unmatched = rules.unmatched(modules)
+    if not unmatched:
+        return
+    pattern = unmatched[0]
+    paths = {".".join(parts[i:]) for name in modules for parts in [name.split(".")] for i in range(len(parts))}
+    near = difflib.get_close_matches(pattern, sorted(paths), n=3, cutoff=0.6)
+    hint = f"; near names: {', '.join(near)}" if near else f"; a name is like {min(modules)}"
+    raise ConversionError(f"--skip {pattern} matches no module of {source.path}{hint}")
+
+
+def _tied_embedding(source: Source) -> TensorInfo | None:
+    """The embedding whose weight is the lm_head's too, None where the lm_head has its own or there is none."""
+    text = source.config.get("text_config")
+    text = text if isinstance(text, dict) else {}
+    tied = text.get("tie_word_embeddings", source.config.get("tie_word_embeddings"))
+    if tied is False or (tied is None and any(is_lm_head(module_of(name)) for name in source.tensors)):
+        return None
+    for info in source.tensors.values():
+        if info.name.endswith(".weight") and module_of(info.name).rpartition(".")[2] in _EMBEDDINGS and len(info.shape) == 2:
+            return info
+    return None
+
+
+def _values_dtypes(source: Source, fmt: Format) -> dict[str, torch.dtype]:
+    """The dtype of each tensor's values in the output.
+
+    An fp32 tensor among 16-bit ones is fp32 for a reason and stays so. A checkpoint that is fp32 as a whole is rounded to
+    the dtype that its config names, since that is what is served; every format then starts from the same values.
+    """
+    floating = {info.dtype for info in source.tensors.values() if info.dtype.is_floating_point}
+    mixed = bool(floating & {torch.bfloat16, torch.float16})
+    named = source.config.get("dtype") or source.config.get("torch_dtype")
+    if named is None and isinstance(source.config.get("text_config"), dict):
+        named = source.config["text_config"].get("dtype") or source.config["text_config"].get("torch_dtype")
+    wide = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(str(named), torch.float32)
+    result = {}
+    for info in source.tensors.values():
+        dtype = info.dtype
+        if dtype in (torch.float32, torch.float64):
+            dtype = torch.float32 if mixed else wide
+        if dtype.is_floating_point and not fmt.quantized and not (mixed and dtype == torch.float32):
+            dtype = torch.bfloat16
+        result[info.name] = dtype
+    return result
+
+
+def _copy_config(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: dict(value) if isinstance(value, dict) else value for key, value in config.items()}
+
+
+def _set_everywhere(config: dict[str, Any], key: str, value: Any, add: bool) -> None:
+    if add:
+        config[key] = value
+    for section in (config, *(v for v in config.values() if isinstance(v, dict))):
+        if key in section:
+            section[key] = value

@@ -1,0 +1,71 @@
+"""What a conversion did: sizes, layers, quality."""
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class LayerReport:
+    """One quantized weight. `sqnr_db` is None where the quantization is exact."""
+
+    name: str
+    shape: tuple[int, int]
+    sqnr_db: float | None = None
+
+
+@dataclass
+class Report:
+    """Result of `convert`.
+
+    Attributes:
+        source_bytes: weights on disk before, without other files.
+        output_bytes: weights on disk after.
+        bf16_bytes: the same tensors, all floating ones in bf16.
+        layers: the quantized weights, in the order of the checkpoint.
+        ignore: Linear modules that stayed unquantized.
+        lm_head_extra_bytes: what an lm_head of its own adds where the embedding was tied.
+        notes: what the user should know.
+    """
+
+    source: str
+    output: str
+    format: str
+    source_bytes: int = 0
+    output_bytes: int = 0
+    bf16_bytes: int = 0
+    seconds: float = 0.0
+    files: list[str] = field(default_factory=list)
+    layers: list[LayerReport] = field(default_factory=list)
+    ignore: list[str] = field(default_factory=list)
+    lm_head_extra_bytes: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    def worst_layers(self, count: int = 10) -> list[LayerReport]:
+        """The quantized weights with the lowest signal-to-quantization-noise ratio, worst first."""
+        return sorted((la for la in self.layers if la.sqnr_db is not None), key=lambda la: la.sqnr_db)[:count]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class NoiseMeter:
+    """Adds up signal and quantization noise of a weight over blocks of rows."""
+
+    def __init__(self) -> None:
+        self._signal = 0.0
+        self._noise = 0.0
+
+    def add(self, values: Tensor, codes: Tensor, scale: Tensor) -> None:
+        """values [n, K] floating, codes int8 [n, K], scale fp32 [n, 1]."""
+        exact = values.to(torch.float32)
+        noise = torch.addcmul(exact, codes.to(torch.float32), scale, value=-1)
+        self._signal += float(torch.linalg.vector_norm(exact)) ** 2
+        self._noise += float(torch.linalg.vector_norm(noise)) ** 2
+
+    def decibels(self) -> float | None:
+        """None where there is no noise at all."""
+        return round(10 * math.log10(self._signal / self._noise), 2) if self._noise and self._signal else None

@@ -1,0 +1,121 @@
+"""Which modules a user wants left unquantized: one matching rule for the converter and the plugin. Pure Python."""
+
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+# Layers that vLLM builds from several of a checkpoint's, for the converter, which knows no model class.
+FUSED: dict[str, tuple[str, ...]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
+}
+
+
+class SkipRules:
+    """A list of patterns of module names.
+
+    | pattern | matches |
+    |---|---|
+    | `re:REGEX` | names that the regular expression matches from their beginning (`re.match`) |
+    | with `*`, `?` or `[` | a glob over the whole name, or over the name of a parent |
+    | `model.layers.0.mlp` | that module and everything beneath it |
+    | `down_proj`, `mlp.gate` | every module with these components in its path; components match whole: `vision` does
+      not match `vision_tower` |
+
+    Args:
+        patterns: the patterns; blanks around them and empty ones are dropped.
+
+    Raises:
+        ValueError: a regular expression does not compile.
+    """
+
+    def __init__(self, patterns: Iterable[str]) -> None:
+        self.patterns: tuple[str, ...] = tuple(dict.fromkeys(p.strip() for p in patterns if p.strip()))
+        self._matchers = {pattern: _matcher(pattern) for pattern in self.patterns}
+
+    def __reduce__(self) -> tuple:
+        return SkipRules, (self.patterns,)  # vLLM sends its config, and this with it, to other processes
+
+    def __bool__(self) -> bool:
+        return bool(self.patterns)
+
+    def skips(self, name: str) -> bool:
+        """Whether any pattern matches the module `name`."""
+        return any(matches(name) for matches in self._matchers.values())
+
+    def skips_fused(self, prefix: str, packed: Mapping[str, Sequence[str]]) -> bool:
+        """Whether the layer `prefix`, which may be one that vLLM fuses, is skipped.
+
+        A pattern that names the fused layer and none of its parts covers all parts.
+
+        Args:
+            prefix: name of the layer in vLLM, as `model.layers.0.self_attn.qkv_proj`.
+            packed: vLLM's `packed_modules_mapping`, as `{"qkv_proj": ["q_proj", "k_proj", "v_proj"]}`.
+
+        Raises:
+            ValueError: some parts of a fused layer are skipped and some are not.
+        """
+        parent, _, last = prefix.rpartition(".")
+        if last not in packed:
+            return self.skips(prefix)
+        parts = [f"{parent}.{part}" if parent else part for part in packed[last]]
+        skipped = set()
+        for matches in self._matchers.values():
+            hit = {part for part in parts if matches(part)}
+            skipped |= hit if hit or not matches(prefix) else set(parts)
+        if skipped and len(skipped) < len(parts):
+            kept = [_last(part) for part in parts if part not in skipped]
+            raise ValueError(
+                f"{', '.join(_last(part) for part in parts if part in skipped)} of {parent or 'the model'} would be skipped "
+                f"but not {', '.join(kept)}, and vLLM fuses them into one layer, {last}: skip {last} (all of them) or none"
+            )
+        return bool(skipped)
+
+    def unmatched(self, names: Iterable[str]) -> list[str]:
+        """The patterns that match none of the module `names`, nor a layer that vLLM fuses from them."""
+        names = set(names)
+        for fused, parts in FUSED.items():
+            names |= {_sibling(name, fused) for name in names if _last(name) in parts}
+        return [pattern for pattern, matches in self._matchers.items() if not any(map(matches, names))]
+
+
+def fused_groups(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """The layers of FUSED that vLLM would build from `names`: full fused name -> last components of the parts present."""
+    present = set(names)
+    groups = {}
+    for fused, parts in FUSED.items():
+        for prefix in {_sibling(name, fused) for name in present if _last(name) in parts}:
+            groups[prefix] = tuple(part for part in parts if _sibling(prefix, part) in present)
+    return groups
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _sibling(name: str, last: str) -> str:
+    parent = name.rpartition(".")[0]
+    return f"{parent}.{last}" if parent else last
+
+
+def _matcher(pattern: str) -> Callable[[str], bool]:
+    if pattern.startswith("re:"):
+        try:
+            regex = re.compile(pattern[3:])
+        except re.error as error:
+            raise ValueError(f"skip pattern {pattern!r} is not a regular expression: {error}") from None
+        return lambda name: regex.match(name) is not None
+    if any(char in pattern for char in "*?["):
+        glob = re.compile(fnmatch.translate(pattern))
+        return lambda name: any(glob.match(path) for path in _self_and_parents(name))
+    # Dots at both ends make a substring search one for whole components.
+    path = f".{pattern}."
+    return lambda name: path in f".{name}."
+
+
+def _self_and_parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]

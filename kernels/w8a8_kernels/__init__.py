@@ -1,0 +1,6 @@
+"""int8 x int8 (W8A8) kernels for PyTorch: per-token quantization and the scaled matrix product. Needs torch; Triton on GPUs."""
+
+from w8a8_kernels.ops import int8_linear, pack_weight, quantize, scaled_mm
+from w8a8_kernels.select import Choice, select_quantize, select_scaled_mm
+
+__all__ = ["Choice", "int8_linear", "pack_weight", "quantize", "scaled_mm", "select_quantize", "select_scaled_mm"]

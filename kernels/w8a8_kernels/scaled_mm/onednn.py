@@ -1,0 +1,37 @@
+"""The oneDNN int8 matrix product that vLLM's CPU build registers with torch; vLLM itself is not imported.
+
+Only the product is borrowed: the quantizer is ours (vLLM's multiplies by 127/amax and turns a NaN row into zeros).
+"""
+
+import torch
+
+# vLLM's own value for linear layers: how many input shapes keep their compiled primitive.
+PRIMITIVE_CACHE_SIZE = 32
+
+
+def has_onednn() -> bool:
+    """Whether the process has loaded vLLM's CPU build with its oneDNN int8 op."""
+    return hasattr(torch.ops._C, "create_onednn_scaled_mm_handler") and hasattr(torch.ops._C, "onednn_scaled_mm")
+
+
+def pack_weight_onednn(weight: torch.Tensor, weight_scale: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """Repack weight [N, K] int8 for oneDNN.
+
+    Returns:
+        A scalar int64 tensor that holds the address of the packed copy. The copy lives as long as the process, and reads
+        `weight_scale`, which must outlive it.
+    """
+    handler = torch.ops._C.create_onednn_scaled_mm_handler(
+        weight.t(), weight_scale, out_dtype, True, False, PRIMITIVE_CACHE_SIZE
+    )
+    return torch.tensor(handler, dtype=torch.int64)
+
+
+def scaled_mm_onednn(
+    x: torch.Tensor, x_scale: torch.Tensor, packed: torch.Tensor, N: int, bias: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """`scaled_mm` on a weight that `pack_weight_onednn` packed for the same `out_dtype`."""
+    out = torch.empty((x.shape[0], N), dtype=out_dtype)
+    if out.numel():
+        torch.ops._C.onednn_scaled_mm(out, x, x_scale, None, None, bias, packed)
+    return out

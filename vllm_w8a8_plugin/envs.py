@@ -1,0 +1,67 @@
+"""Every environment variable of the plugin: name, default, effect."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from w8a8_kernels.select import KERNEL_VARIABLE
+
+ENABLE = "VLLM_W8A8_ENABLE"
+SKIP_MODULES = "VLLM_W8A8_SKIP_MODULES"
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable: its name, default, and what it does."""
+
+    name: str
+    default: str
+    effect: str
+
+
+VARIABLES = (
+    Variable(
+        ENABLE,
+        "0",
+        "1: serve every model in W8A8 that can be: unquantized checkpoints are quantized while loading, int8 compressed-tensors "
+        "checkpoints run on this plugin's kernels, other checkpoints stay on vLLM's own path.",
+    ),
+    Variable(
+        SKIP_MODULES,
+        "",
+        "Comma-separated modules that stay unquantized when a checkpoint is quantized while loading: names, parents, globs, "
+        "`re:` patterns, as for `vllm-w8a8 convert --skip`.",
+    ),
+    Variable(KERNEL_VARIABLE, "", "Force one kernel by name: triton, onednn or torch. Fails at start where it cannot run."),
+)
+
+
+def enabled() -> bool:
+    """Whether VLLM_W8A8_ENABLE asks for W8A8.
+
+    Raises:
+        ValueError: the variable is neither a yes nor a no.
+    """
+    value = os.environ.get(ENABLE, "").strip().lower()
+    if value in ("1", "true", "yes", "on"):
+        return True
+    if value in ("", "0", "false", "no", "off"):
+        return False
+    raise ValueError(f"{ENABLE}={value!r}: expected 1 or 0")
+
+
+def skip_modules() -> list[str]:
+    """Patterns in VLLM_W8A8_SKIP_MODULES."""
+    return [pattern.strip() for pattern in os.environ.get(SKIP_MODULES, "").split(",") if pattern.strip()]
+
+
+def readers() -> dict[str, Callable[[], str]]:
+    """Readers in the form of `vllm.envs.environment_variables`.
+
+    vLLM hashes every variable in that table into its compile cache's key, and does not warn that it does not know it.
+    """
+
+    def reader(variable: Variable) -> Callable[[], str]:
+        return lambda: os.environ.get(variable.name, variable.default)
+
+    return {variable.name: reader(variable) for variable in VARIABLES}

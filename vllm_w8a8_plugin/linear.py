@@ -1,0 +1,143 @@
+"""Linear methods: int8 checkpoints, and unquantized checkpoints that are quantized while they load."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from vllm.model_executor.layers.linear import LinearMethodBase
+from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
+from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeightParameter
+from vllm.model_executor.utils import replace_parameter
+
+from vllm_w8a8_plugin import log
+from w8a8_converters.quantize import quantize_weight
+from w8a8_kernels import int8_linear, pack_weight, select_scaled_mm
+from w8a8_kernels.ops import device_facts
+
+_WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class W8A8LinearMethod(LinearMethodBase):
+    """Layer whose checkpoint holds `weight` [N, K] int8 and `weight_scale` [N, 1]."""
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs,
+    ) -> None:
+        weight_loader = extra_weight_attrs["weight_loader"]
+        n = sum(output_partition_sizes)
+        weight = ModelWeightParameter(
+            data=torch.empty(n, input_size_per_partition, dtype=torch.int8),
+            input_dim=1,
+            output_dim=0,
+            weight_loader=_checked(weight_loader, (torch.int8,)),
+        )
+        scale = ChannelQuantScaleParameter(
+            data=torch.empty(n, 1, dtype=torch.float32),
+            output_dim=0,
+            weight_loader=_checked(weight_loader, _WEIGHT_DTYPES),
+        )
+        layer.register_parameter("weight", weight)
+        layer.register_parameter("weight_scale", scale)
+        self._prepare(layer, params_dtype)
+
+    def _prepare(self, layer: torch.nn.Module, params_dtype: torch.dtype) -> None:
+        layer.w8a8_dtype = params_dtype
+        layer.register_buffer("packed_weight", None, persistent=False)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Repack the weight where the device's kernel wants that."""
+        if layer.weight is None:
+            return  # packed before
+        choice = select_scaled_mm(device_facts(layer.weight.device))
+        log.once(f"W8A8 linear layers run on {choice.kernel} ({choice.reason})")
+        layer.packed_weight = pack_weight(layer.weight.data, layer.weight_scale.data, layer.w8a8_dtype)
+        if layer.packed_weight is not None:
+            layer.weight = None  # the packed copy replaces it
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return int8_linear(x, layer.weight, layer.weight_scale, bias, layer.packed_weight)
+
+
+class W8A8OnlineLinearMethod(W8A8LinearMethod):
+    """Layer whose checkpoint holds a floating-point `weight` [N, K].
+
+    The weight is created on the meta device; vLLM buffers a layer's pieces and, when the last has come, materializes that one
+    layer and calls `process_weights_after_loading`. So the unquantized model never stands in memory as a whole.
+    """
+
+    uses_meta_device = True
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs,
+    ) -> None:
+        weight_loader = _checked(extra_weight_attrs["weight_loader"], _WEIGHT_DTYPES)
+        if input_size_per_partition != input_size:
+            weight_loader = _recording_amax(layer, weight_loader)
+        weight = ModelWeightParameter(
+            data=torch.empty(sum(output_partition_sizes), input_size_per_partition, dtype=params_dtype, device="meta"),
+            input_dim=1,
+            output_dim=0,
+            weight_loader=weight_loader,
+        )
+        layer.register_parameter("weight", weight)
+        layer.w8a8_amax = None
+        self._prepare(layer, params_dtype)
+        initialize_online_processing(layer)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Quantize the layer's weight by the scales of the whole matrix, then do as for a checkpoint."""
+        # vLLM calls this when the layer is complete and once more for all layers; its own methods use this flag, too.
+        if getattr(layer, "_already_called_process_weights_after_loading", False):
+            return
+        codes, scale = quantize_weight(layer.weight.data, layer.w8a8_amax)
+        layer.w8a8_amax = None
+        replace_parameter(layer, "weight", codes)
+        replace_parameter(layer, "weight_scale", scale)
+        layer._already_called_process_weights_after_loading = True
+        super().process_weights_after_loading(layer)
+
+
+def _checked(weight_loader: Callable, dtypes: tuple[torch.dtype, ...]) -> Callable:
+    """`weight_loader` that refuses tensors of another dtype, which vLLM would convert without a word."""
+
+    @functools.wraps(weight_loader)  # vLLM binds arguments by the signature, which wraps keeps
+    def load(param: torch.nn.Parameter, loaded_weight: torch.Tensor, *args, **kwargs):
+        if loaded_weight.dtype not in dtypes:
+            raise ValueError(
+                f"the checkpoint holds a weight of dtype {loaded_weight.dtype} and shape {tuple(loaded_weight.shape)} where "
+                f"{' or '.join(map(str, dtypes))} is expected. Is the checkpoint complete, and quantized as config.json says?"
+            )
+        return weight_loader(param, loaded_weight, *args, **kwargs)
+
+    return load
+
+
+def _recording_amax(layer: torch.nn.Module, weight_loader: Callable) -> Callable:
+    """`weight_loader` of a row-parallel layer that notes each row's amax over all ranks' columns.
+
+    Every rank is handed the whole matrix, so the scales are those of the whole matrix without a collective, which could hang
+    while ranks finish layers in different order.
+    """
+
+    @functools.wraps(weight_loader)
+    def load(param: torch.nn.Parameter, loaded_weight: torch.Tensor, *args, **kwargs):
+        if not param.is_meta:  # vLLM first calls the loader on a meta tensor, to count elements
+            low, high = torch.aminmax(loaded_weight, dim=1)
+            layer.w8a8_amax = torch.maximum(-low.float(), high.float())
+        return weight_loader(param, loaded_weight, *args, **kwargs)
+
+    return load
