@@ -33,6 +33,9 @@ BIN = Path(sys.executable).parent
 HOST = "127.0.0.1"
 SERVED_NAME = "smollm2"
 QUESTION, EXPECTED = "What is the capital of France?", "Paris"
+# Without it this small model hardly prefers the right answer, even in bf16: its first word leads the next one ("L") by
+# 0.1 in log-probability, less than what rounding moves. With it the lead is 1.4, and the demo tests the software.
+SYSTEM = "You answer questions about geography in one short sentence."
 WARM_UP = "Name a colour."
 MAX_TOKENS = 64
 START_SECONDS = 600
@@ -188,17 +191,17 @@ def server(port: int) -> Iterator[subprocess.Popen]:
         stop(process)
 
 
-def ask(client, question: str) -> Answer:
-    """Asks one question, with nothing else running, and times the stream.
+def ask(client, messages: list[dict[str, str]]) -> Answer:
+    """Asks once, with nothing else running, and times the stream.
 
     Args:
         client: An `openai.OpenAI`.
-        question: The user's message.
+        messages: The chat so far, as the API wants it.
     """
     start = time.monotonic()
     stream = client.chat.completions.create(
         model=SERVED_NAME,
-        messages=[{"role": "user", "content": question}],
+        messages=messages,
         temperature=0,
         max_tokens=MAX_TOKENS,
         stream=True,
@@ -235,9 +238,11 @@ def run() -> bool:
         from openai import OpenAI
 
         client = OpenAI(base_url=f"http://{HOST}:{port}/v1", api_key="none", timeout=120, max_retries=0)
-        ask(client, WARM_UP)
-        answer = ask(client, QUESTION)
-    print(f"\n  question              {QUESTION}\n  answer                {answer.text}")
+        # Other words than the question's: the prefix cache must not answer for it.
+        ask(client, [{"role": "user", "content": WARM_UP}])
+        answer = ask(client, [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}])
+    print(f"\n  system prompt         {SYSTEM}\n  question              {QUESTION}")
+    print(f"  answer                {answer.text}")
     print(f"  time to first token   {answer.first_token_seconds * 1000:.0f} ms")
     print(f"  tokens per second     {answer.tokens_per_second:.1f} ({answer.tokens} tokens)")
     print(f"  weights               {sizes_line(report)}")

@@ -39,3 +39,10 @@ def vllm_problem(version: str | None) -> str | None:
     if _release(OLDEST) <= release < _release(TOO_NEW):
         return None
     return f"vLLM {version} is outside the supported range {OLDEST} <= version < {TOO_NEW}: {INSTALL}"
+
+
+def load_vllm_ops() -> None:
+    """Load vLLM's compiled ops into torch, as vLLM does when it starts; without them nothing of vLLM's is offered."""
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()

@@ -141,7 +141,10 @@ def _compressed_tensors_refusal(config: dict[str, Any]) -> str | None:
                 return f"{name}.{key} is {got.get(key)!r}, expected {value!r}"
     if weights.get("dynamic"):
         return "its weights are quantized dynamically"
-    for key, value in (("output_activations", group.get("output_activations")), ("kv_cache_scheme", config.get("kv_cache_scheme"))):
+    for key, value in (
+        ("output_activations", group.get("output_activations")),
+        ("kv_cache_scheme", config.get("kv_cache_scheme")),
+    ):
         if value is not None:
             return f"it has {key}, which these kernels do not apply"
     transforms = (config.get("transform_config") or {}).get("config_groups")

@@ -23,8 +23,8 @@ VARIABLES = (
     Variable(
         ENABLE,
         "0",
-        "1: serve every model in W8A8 that can be: unquantized checkpoints are quantized while loading, int8 compressed-tensors "
-        "checkpoints run on this plugin's kernels, other checkpoints stay on vLLM's own path.",
+        "1: serve every model in W8A8 that can be: unquantized checkpoints are quantized while loading, int8 "
+        "compressed-tensors checkpoints run on this plugin's kernels, other checkpoints stay on vLLM's own path.",
     ),
     Variable(
         SKIP_MODULES,

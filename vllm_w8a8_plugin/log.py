@@ -11,4 +11,4 @@ def once(message: str, level: int = logging.INFO) -> None:
     """Log `message` the first time it comes up in this process."""
     if message not in _said:
         _said.add(message)
-        logger.log(level, message)
+        logger.log(level, message, stacklevel=2)

@@ -30,7 +30,7 @@ QUANT_CONFIG_FILE = "quant_config.json"
 Progress = Callable[[str, int, int], None]
 
 # fp32 size of a block of rows. Blocks bound the memory: no tensor and no shard is ever held as a whole.
-_BLOCK_BYTES = 16 * 1024**2
+_BLOCK_BYTES = 4 * 1024**2
 _DISK_MARGIN = 64 * 1000**2
 
 
@@ -94,7 +94,7 @@ def _open(src: Path) -> Source:
     if src.is_dir():
         return HuggingFaceSource(src)
     if not src.is_file():
-        raise ConversionError(f"{src} does not exist: give a Hugging Face folder or a .gguf file")
+        raise ConversionError(f"{src} does not exist: give the folder of a downloaded Hugging Face model or a .gguf file")
     # Imported here: a Hugging Face folder needs neither gguf nor tokenizers.
     from w8a8_converters.gguf.source import GGUFSource
 
@@ -114,18 +114,16 @@ def _check_disk(plan: Plan, source: Source, out: Path) -> None:
 
 
 def _check_values(plan: Plan, source: Source, progress: Progress | None) -> None:
-    done = 0
+    tell = _Counter("check", plan.source_bytes, progress)
     for step in plan.steps:
         for _, values in _blocks(step, source):
+            tell.read(step.source, values)
             if values.dtype.is_floating_point and values.numel() and not _is_finite(values):
                 dtype = str(step.values).removeprefix("torch.")
                 raise ConversionError(
                     f"tensor {step.source.name} of {source.path} holds NaN, inf or values beyond {dtype}: the checkpoint is "
                     "damaged or needs a wider dtype in its config.json"
                 )
-        done += step.source.nbytes
-        if progress is not None:
-            progress("check", done, plan.source_bytes)
 
 
 def _is_finite(values: Tensor) -> bool:
@@ -136,25 +134,23 @@ def _is_finite(values: Tensor) -> bool:
 
 def _write_weights(plan: Plan, source: Source, folder: Path, report: Report, progress: Progress | None) -> None:
     weight_map: dict[str, str] = {}
-    done = 0
+    tell = _Counter("write", plan.source_bytes, progress)
     for steps, file_name in zip(plan.shards, plan.files, strict=True):
         tensors = [tensor for step in steps for tensor in step.outputs]
         weight_map |= {tensor.name: file_name for tensor in tensors}
         with ShardWriter(folder / file_name, tensors, {"format": plan.format.metadata_format}) as writer:
             for step in steps:
-                _write_step(step, source, writer, report)
-                done += step.source.nbytes
-                if progress is not None:
-                    progress("write", done, plan.source_bytes)
+                _write_step(step, source, writer, report, tell)
     if len(plan.files) > 1:
         index = {"metadata": {"total_size": plan.output_bytes}, "weight_map": dict(sorted(weight_map.items()))}
         _write_json(folder / f"{plan.format.stem}.safetensors.index.json", index)
 
 
-def _write_step(step: Step, source: Source, writer: ShardWriter, report: Report) -> None:
+def _write_step(step: Step, source: Source, writer: ShardWriter, report: Report, tell: "_Counter") -> None:
     row_elements = _row_elements(step.source)
     noise = NoiseMeter()
     for start, values in _blocks(step, source):
+        tell.read(step.source, values)
         if step.scale is None:
             writer.write(step.weight.name, start * row_elements, values)
             continue
@@ -186,6 +182,19 @@ def _blocks(step: Step, source: Source) -> Iterator[tuple[int, Tensor]]:
     rows = max(1, _BLOCK_BYTES // (4 * max(1, _row_elements(info))))
     for start in range(0, info.n_rows, rows):
         yield start, source.rows(info.name, start, min(start + rows, info.n_rows)).to(step.values)
+
+
+class _Counter:
+    """Turns the rows read of each tensor into bytes of the source."""
+
+    def __init__(self, stage: str, total: int, progress: Progress | None) -> None:
+        self._stage, self._total, self._progress = stage, total, progress
+        self._done = 0.0
+
+    def read(self, info: TensorInfo, rows: Tensor) -> None:
+        self._done += info.nbytes * len(rows) / info.n_rows
+        if self._progress is not None:
+            self._progress(self._stage, round(self._done), self._total)
 
 
 def _row_elements(info: TensorInfo) -> int:

@@ -100,7 +100,9 @@ def make_plan(
     steps: list[Step] = []
     for info in source.tensors.values():
         steps.append(_step(info, info.name, targets[info.name], info.name in quantized))
-    plan.ignore = [module_of(s.weight.name) for s in steps if s.scale is None and is_linear(s.weight.name, len(s.weight.shape))]
+    if fmt.quantized:
+        kept = [step.weight for step in steps if step.scale is None]
+        plan.ignore = [module_of(weight.name) for weight in kept if is_linear(weight.name, len(weight.shape))]
 
     embedding = _tied_embedding(source)
     if fmt.quantized and embedding is not None:
@@ -147,12 +149,12 @@ def _step(info: TensorInfo, name: str, values: torch.dtype, quantize: bool) -> S
 
 
 def _quantized_tensors(source: Source, rules: SkipRules, quantize_lm_head: bool) -> set[str]:
-    candidates = {
+    candidates = [
         module_of(info.name)
         for info in source.tensors.values()
         if is_quantized_by_default(info.name, len(info.shape))
         or (quantize_lm_head and is_linear(info.name, len(info.shape)) and is_lm_head(module_of(info.name)))
-    }
+    ]
     skipped = {module for module in candidates if rules.skips(module)}
     for fused, parts in fused_groups(candidates).items():
         try:
@@ -168,13 +170,13 @@ def _quantized_tensors(source: Source, rules: SkipRules, quantize_lm_head: bool)
                 f"{source.path}: tensor {info.name} {list(info.shape)} stacks the weights of several experts, which cannot be "
                 "quantized yet: leave them out with --skip experts"
             )
-    names = {f"{module}.weight" for module in candidates - skipped}
+    names = {f"{module}.weight" for module in candidates if module not in skipped}
     embedding = _tied_embedding(source)
     head = lm_head_of(embedding.name) if embedding is not None else next(filter(is_lm_head, candidates), None)
     if quantize_lm_head and head is not None and rules.skips(head):
         raise ConversionError(f"--quantize-lm-head and --skip both name {head}: give one of them")
     if quantize_lm_head and head is None:
-        raise ConversionError(f"{source.path} has no lm_head.weight and no embedding tied to one: leave out --quantize-lm-head")
+        raise ConversionError(f"{source.path} has no lm_head, nor an embedding tied to one: leave out --quantize-lm-head")
     return names
 
 

@@ -5,8 +5,10 @@ from torch import Tensor
 
 INT8_MAX = 127
 
-# The fp32 copy of a block of rows and its quotient are the temporaries: 64 MiB together.
-_BLOCK_BYTES = 64 * 1024**2
+# The fp32 copy of a block of rows and its quotient are the temporaries, together as large as this. A GPU wants long blocks;
+# on one Xeon core 8 MiB, which stay in the cache, took 0.4 of the time of 32 MiB.
+_GPU_BLOCK_BYTES = 64 * 1024**2
+_CPU_BLOCK_BYTES = 8 * 1024**2
 
 
 def quantize_weight(weight: Tensor, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -38,7 +40,7 @@ def quantize_weight(weight: Tensor, amax: Tensor | None = None) -> tuple[Tensor,
     scale = torch.ones((n, 1), dtype=torch.float32, device=weight.device)
     if amax is not None:
         amax = amax.to(device=weight.device, dtype=torch.float32)
-    rows = max(1, _BLOCK_BYTES // (8 * max(1, k)))
+    rows = max(1, (_GPU_BLOCK_BYTES if weight.is_cuda else _CPU_BLOCK_BYTES) // (8 * max(1, k)))
     for start in range(0, n if k else 0, rows):
         block = slice(start, start + rows)
         values = weight[block].to(torch.float32)

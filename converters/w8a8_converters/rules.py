@@ -84,10 +84,10 @@ class SkipRules:
 
 def fused_groups(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """The layers of FUSED that vLLM would build from `names`: full fused name -> last components of the parts present."""
-    present = set(names)
+    present = dict.fromkeys(names)
     groups = {}
     for fused, parts in FUSED.items():
-        for prefix in {_sibling(name, fused) for name in present if _last(name) in parts}:
+        for prefix in dict.fromkeys(_sibling(name, fused) for name in present if _last(name) in parts):
             groups[prefix] = tuple(part for part in parts if _sibling(prefix, part) in present)
     return groups
 

@@ -1,4 +1,4 @@
-"""int8 x int8 (W8A8) kernels for PyTorch: per-token quantization and the scaled matrix product. Needs torch; Triton on GPUs."""
+"""int8 x int8 (W8A8) kernels for PyTorch: per-token quantization and the scaled matrix product."""
 
 from w8a8_kernels.ops import int8_linear, pack_weight, quantize, scaled_mm
 from w8a8_kernels.select import Choice, select_quantize, select_scaled_mm

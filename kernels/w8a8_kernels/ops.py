@@ -1,7 +1,7 @@
 """The registered ops `torch.ops.w8a8.*` and the public functions over them.
 
-Ops are opaque to torch.compile and have fake implementations, so that eager and compiled code run the same kernels and give the
-same codes. Which kernel runs is decided by `w8a8_kernels.select` from facts about the device, collected once.
+Ops are opaque to torch.compile and have fake implementations, so that eager and compiled code run the same kernels and
+give the same codes. Which kernel runs is decided by `w8a8_kernels.select` from facts about the device, collected once.
 """
 
 import functools

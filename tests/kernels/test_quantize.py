@@ -14,7 +14,8 @@ def triton_quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def assert_same(got: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> None:
     for name, a, b in zip(("codes", "scale"), got, expected, strict=True):
-        assert a.shape == b.shape and same_bits(a.cpu(), b.cpu()), f"{name} differ in {(a.cpu() != b.cpu()).sum()} places"
+        assert a.shape == b.shape
+        assert same_bits(a.cpu(), b.cpu()), f"{name} differ in {(a.cpu() != b.cpu()).sum()} places"
 
 
 @pytest.mark.parametrize(
@@ -38,7 +39,7 @@ def test_known_answers(quantize, row: list[float], codes: list[int], scale: floa
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("M", "K"), SMALL_SHAPES + [(2, 8193)], ids=lambda v: str(v))
+@pytest.mark.parametrize(("M", "K"), [*SMALL_SHAPES, (2, 8193)], ids=lambda v: str(v))
 def test_triton_equals_reference(M: int, K: int, dtype: torch.dtype, device: torch.device) -> None:
     x = activations(M, K, dtype, device)
     assert_same(triton_quantize(x), quantize_reference(x.cpu()))
@@ -71,8 +72,10 @@ def test_bad_rows_leave_the_others_alone(device: torch.device) -> None:
     x[4, 7], x[6, 129] = float("nan"), float("inf")
     codes, scale = w8a8_kernels.quantize(x)
     others = [0, 1, 2, 3, 5, 7, 8]
-    assert torch.equal(codes[others], clean[0][others]) and torch.equal(scale[others], clean[1][others])
-    assert scale[[4, 6]].isnan().all() and not codes[[4, 6]].any()
+    assert torch.equal(codes[others], clean[0][others])
+    assert torch.equal(scale[others], clean[1][others])
+    assert scale[[4, 6]].isnan().all()
+    assert not codes[[4, 6]].any()
 
 
 def test_op_contract(device: torch.device) -> None:

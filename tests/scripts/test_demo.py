@@ -118,7 +118,7 @@ def test_an_answer_is_timed_from_its_first_text(monkeypatch):
     # The stream opens with an empty delta, which is no token, and ends with the usage alone.
     stream = [chunk(""), chunk("The capital"), chunk(" is"), chunk(" Paris. "), chunk(tokens=5)]
     completions = SimpleNamespace(create=lambda **options: stream)
-    answer = demo.ask(SimpleNamespace(chat=SimpleNamespace(completions=completions)), "?")
+    answer = demo.ask(SimpleNamespace(chat=SimpleNamespace(completions=completions)), [])
     assert answer == demo.Answer("The capital is Paris.", 5, first_token_seconds=2.0, tokens_per_second=4.0)
 
 

@@ -15,7 +15,7 @@ def check_type(name: str, kind: GGMLQuantizationType) -> None:
         dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), dtype=np.uint8), kind)
     except NotImplementedError:
         raise ConversionError(
-            f"tensor {name} has type {kind.name}, which the gguf library cannot dequantize; use another quantization of the model"
+            f"tensor {name} has type {kind.name}, which the gguf library cannot dequantize; use another file of the model"
         ) from None
 
 

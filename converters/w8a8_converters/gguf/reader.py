@@ -94,6 +94,15 @@ class GGUFFile:
 class _HeaderReader(GGUFReader):
     """Stops before the tensor data, so that a short file or an unknown type can be named instead of a numpy error."""
 
+    @property
+    def data(self) -> np.ndarray:
+        return self._data
+
+    @data.setter
+    def data(self, mapped: np.memmap) -> None:
+        # Every token of the vocabulary is a few slices, and slicing a memmap costs several times what an array's does.
+        self._data = mapped.view(np.ndarray)
+
     def _build_tensors(self, start_offs: int, fields: list[ReaderField]) -> None:
         self.tensor_data_start = int(start_offs)
         self.tensor_fields = fields

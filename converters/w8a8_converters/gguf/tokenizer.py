@@ -53,10 +53,12 @@ def _digits_then_byte_level(add_prefix_space: bool) -> pre_tokenizers.PreTokeniz
 
 def _split(pattern: str) -> Callable[[bool], pre_tokenizers.PreTokenizer]:
     def build(add_prefix_space: bool) -> pre_tokenizers.PreTokenizer:
-        return pre_tokenizers.Sequence([
-            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space, use_regex=False),
-        ])
+        return pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space, use_regex=False),
+            ]
+        )
 
     return build
 
@@ -78,9 +80,7 @@ def build_tokenizer(file: GGUFFile) -> TokenizerFiles:
     model = file.required("tokenizer.ggml.model")
     builders = {"gpt2": _gpt2, "llama": _sentencepiece}
     if model not in builders:
-        raise ConversionError(
-            f"{file.path}: tokenizer model {model!r} is not known; known are {', '.join(sorted(builders))}"
-        )
+        raise ConversionError(f"{file.path}: tokenizer model {model!r} is not known; known are {', '.join(sorted(builders))}")
     tokens: list[str] = file.required("tokenizer.ggml.tokens")
     vocabulary = {token: index for index, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens):

@@ -7,8 +7,8 @@ import triton.language as tl
 # Rows up to this length stay in registers between the two passes; longer ones are read twice (the second time from L2).
 MAX_BLOCK_K = 8192
 
-# Adding and subtracting 1.5 * 2^23 rounds an fp32 of magnitude below 2^22 to the nearest integer, ties to even, on every target
-# and in the interpreter, where libdevice.rint does not exist.
+# Adding and subtracting 1.5 * 2^23 rounds an fp32 of magnitude below 2^22 to the nearest integer, ties to even, on every
+# target and in the interpreter, where libdevice.rint does not exist.
 ROUND_MAGIC = tl.constexpr(12582912.0)
 
 

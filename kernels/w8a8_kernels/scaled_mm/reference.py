@@ -2,7 +2,8 @@
 
 import torch
 
-# 1024 products of two int8 values stay below 2^24, so that fp32 sums of them are exact in any order (TF32 holds int8 exactly, too).
+# 1024 products of two int8 values stay within 2^24, so that fp32 sums of them are exact in any order; TF32 holds int8
+# exactly, too.
 CHUNK_K = 1024
 
 

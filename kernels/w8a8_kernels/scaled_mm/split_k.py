@@ -1,4 +1,4 @@
-"""Triton int8 GEMM on tensor cores, the K dimension split over programs; int32 partial sums, so any split gives the same bits."""
+"""Triton int8 GEMM on tensor cores, K split over programs; int32 partial sums, so that any split gives the same bits."""
 
 from dataclasses import dataclass
 

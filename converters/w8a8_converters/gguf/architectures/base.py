@@ -73,9 +73,7 @@ class Architecture(ABC):
         """A positive integer under the architecture's prefix; required where there is no default."""
         value = self.value(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise ConversionError(
-                f"{self.file.path}: metadata {self.name}.{key} must be one positive integer, got {value!r}"
-            )
+            raise ConversionError(f"{self.file.path}: metadata {self.name}.{key} must be one positive integer, got {value!r}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:

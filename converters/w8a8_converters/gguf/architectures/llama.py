@@ -1,7 +1,7 @@
 """llama: Llama 1 to 3, Mistral, SmolLM and others that llama.cpp stores under this name."""
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,12 +18,12 @@ _LLAMA3_ROPE = (1.0, 4.0, 8192)
 class Model(Architecture):
     """LlamaForCausalLM."""
 
-    model_tensors = {
+    model_tensors: ClassVar = {
         "token_embd.weight": "model.embed_tokens.weight",
         "output_norm.weight": "model.norm.weight",
         "output.weight": "lm_head.weight",
     }
-    layer_tensors = {
+    layer_tensors: ClassVar = {
         "attn_norm.weight": "input_layernorm.weight",
         "attn_q.weight": "self_attn.q_proj.weight",
         "attn_k.weight": "self_attn.k_proj.weight",
@@ -41,25 +41,27 @@ class Model(Architecture):
     attention_biases = frozenset({"attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_output.bias"})
     optional = attention_biases | {"output.weight"}
     metadata_tensors = frozenset({_ROPE_FACTORS})
-    known_keys = frozenset({
-        "attention.head_count",
-        "attention.head_count_kv",
-        "attention.key_length",
-        "attention.layer_norm_rms_epsilon",
-        "attention.value_length",
-        "block_count",
-        "context_length",
-        "embedding_length",
-        "expert_count",
-        "expert_used_count",
-        "feed_forward_length",
-        "rope.dimension_count",
-        "rope.freq_base",
-        "rope.scaling.factor",
-        "rope.scaling.original_context_length",
-        "rope.scaling.type",
-        "vocab_size",
-    })
+    known_keys = frozenset(
+        {
+            "attention.head_count",
+            "attention.head_count_kv",
+            "attention.key_length",
+            "attention.layer_norm_rms_epsilon",
+            "attention.value_length",
+            "block_count",
+            "context_length",
+            "embedding_length",
+            "expert_count",
+            "expert_used_count",
+            "feed_forward_length",
+            "rope.dimension_count",
+            "rope.freq_base",
+            "rope.scaling.factor",
+            "rope.scaling.original_context_length",
+            "rope.scaling.type",
+            "vocab_size",
+        }
+    )
 
     @property
     def heads(self) -> int:
@@ -111,7 +113,7 @@ class Model(Architecture):
         for key in ("attention.value_length", "rope.dimension_count"):
             if self.integer(key, self.head_dim) != self.head_dim:
                 raise ConversionError(
-                    f"{self.file.path}: {self.name}.{key} is {self.value(key)}, Llama models need the head size {self.head_dim}"
+                    f"{self.file.path}: {self.name}.{key} is {self.value(key)}, expected the head size {self.head_dim}"
                 )
 
     def _attention_bias(self) -> bool:
@@ -132,7 +134,7 @@ class Model(Architecture):
             return None
         if kind == "linear":
             return {"rope_type": "linear", "factor": self.number("rope.scaling.factor")}
-        raise ConversionError(f"{self.file.path}: rope scaling {kind!r} is not supported; supported are none, linear and llama3")
+        raise ConversionError(f"{self.file.path}: rope scaling {kind!r} is not supported; known are none, linear and llama3")
 
     def _llama3_scaling(self, rope_theta: float) -> dict[str, Any]:
         tensor = self.file.tensors[_ROPE_FACTORS]
@@ -144,7 +146,7 @@ class Model(Architecture):
         smooth = ((original / wavelengths - low) / (high - low)).clamp(0, 1)
         expected = 1 / ((1 - smooth) / factor + smooth)
         if len(factors) != len(expected) or not torch.allclose(factors, expected, rtol=1e-4):
-            raise ConversionError(f"{self.file.path}: {_ROPE_FACTORS} is not the scaling of Llama 3, and no other is supported")
+            raise ConversionError(f"{self.file.path}: {_ROPE_FACTORS} is not the scaling of Llama 3; no other is supported")
         return {
             "rope_type": "llama3",
             "factor": factor,

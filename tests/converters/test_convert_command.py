@@ -1,0 +1,78 @@
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+ROOTS = os.pathsep.join(path for path in sys.path if path)
+
+
+@pytest.fixture
+def command(tmp_path):
+    """Runs `vllm-w8a8 convert src out ...` in a process of its own."""
+
+    def run(*options: str, src: str = "src") -> subprocess.CompletedProcess:
+        code = "from vllm_w8a8_plugin.cli import app; app()"
+        environment = {**os.environ, "PYTHONPATH": ROOTS, "COLUMNS": "200"}
+        arguments = [sys.executable, "-c", code, "convert", src, "out", *options]
+        return subprocess.run(arguments, cwd=tmp_path, env=environment, capture_output=True, text=True)
+
+    return run
+
+
+def test_summary(checkpoint, command, tmp_path):
+    checkpoint(tied=True)
+    result = command("--quantize-lm-head", "--skip", "qkv_proj", "--skip", "o_proj", "--max-shard-size", "1KB")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "out\n"
+    assert "check" in result.stderr
+    assert "write" in result.stderr
+    assert "7 layers quantized, 8 left as they are" in result.stderr
+    assert "lm_head, no longer tied to the embedding, adds 0.0 MB" in result.stderr
+    report = json.loads((tmp_path / "out" / "conversion_report.json").read_text())
+    worst = min(report["layers"], key=lambda layer: layer["sqnr_db"])
+    assert f"{worst['name']} " in result.stderr
+    assert f"{worst['sqnr_db']:.1f}" in result.stderr
+    assert (tmp_path / "out" / "w8a8.safetensors.index.json").is_file()
+
+
+def test_format_and_overwrite(checkpoint, command, tmp_path):
+    checkpoint()
+    assert command("--format", "compressed-tensors").returncode == 0
+    refused = command("--format", "bf16")
+    assert refused.returncode == 1
+    assert "give --overwrite" in refused.stderr
+    assert command("--format", "bf16", "--overwrite").returncode == 0
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+def test_an_error_is_one_line(checkpoint, command, tmp_path):
+    checkpoint()
+    result = command("--skip", "q_proj")
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert [line for line in result.stderr.splitlines() if line.strip()] == [
+        "error: q_proj of model.layers.0.self_attn would be skipped but not k_proj, v_proj, and vLLM fuses them into one "
+        "layer, qkv_proj: skip qkv_proj (all of them) or none"
+    ]
+    assert not (tmp_path / "out").exists()
+    assert "nowhere does not exist" in command(src="nowhere").stderr
+
+
+@pytest.mark.parametrize("loaded", ["torch", "vllm", "rich", "w8a8_converters.convert"])
+def test_the_command_starts_light(loaded):
+    code = f"import sys, vllm_w8a8_plugin.cli; print({loaded!r} in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": ROOTS}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout == "False\n"
+
+
+def test_the_converter_needs_neither_vllm_nor_transformers():
+    code = (
+        "import sys, w8a8_converters.convert, w8a8_converters.gguf.source; "
+        "print(sorted({'vllm', 'transformers', 'compressed_tensors', 'vllm_w8a8_plugin'} & set(sys.modules)))"
+    )
+    environment = {**os.environ, "PYTHONPATH": ROOTS}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout == "[]\n"

@@ -1,0 +1,403 @@
+"""GGUF files made here with the gguf library's writer, q and k rows permuted by the test's own loop."""
+
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Q
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, pre_tokenizers
+
+from w8a8_converters.convert import convert
+from w8a8_converters.errors import ConversionError
+from w8a8_converters.gguf.architectures.base import interleaved_to_halves
+from w8a8_converters.quantize import quantize_weight
+
+HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INNER, LAYERS = 4, 2, 8, 32, 64, 2
+BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+TOKENS = [*SPECIAL, *BYTES, "he", "ll", "hell", "hello", "Ġhello", "12", "<tool>"]
+MERGES = ["h e", "l l", "he ll", "hell o", "Ġ hello", "1 2"]
+USER_DEFINED = gguf.TokenType.USER_DEFINED
+TYPES = [gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(TOKENS) - 4) + [USER_DEFINED]
+
+NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def interleave(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Stores row i of a head's first half and row i of its second half next to each other."""
+    dim = len(rows) // heads
+    stored = np.empty_like(rows)
+    for head in range(heads):
+        for i in range(dim // 2):
+            stored[head * dim + 2 * i] = rows[head * dim + i]
+            stored[head * dim + 2 * i + 1] = rows[head * dim + dim // 2 + i]
+    return stored
+
+
+def model_tensors(biases: bool, tied: bool) -> dict[str, np.ndarray]:
+    """Hugging Face order, keyed by GGUF name."""
+    random = np.random.default_rng(0)
+
+    def draw(*shape: int) -> np.ndarray:
+        return random.standard_normal(shape).astype(np.float32)
+
+    shapes = {
+        "attn_q": (HEADS * HEAD_DIM, HIDDEN),
+        "attn_k": (KV_HEADS * HEAD_DIM, HIDDEN),
+        "attn_v": (KV_HEADS * HEAD_DIM, HIDDEN),
+        "attn_output": (HIDDEN, HEADS * HEAD_DIM),
+        "ffn_gate": (INNER, HIDDEN),
+        "ffn_up": (INNER, HIDDEN),
+        "ffn_down": (HIDDEN, INNER),
+    }
+    tensors = {"token_embd.weight": draw(len(TOKENS), HIDDEN), "output_norm.weight": draw(HIDDEN)}
+    for i in range(LAYERS):
+        tensors |= {f"blk.{i}.attn_norm.weight": draw(HIDDEN), f"blk.{i}.ffn_norm.weight": draw(HIDDEN)}
+        for name, shape in shapes.items():
+            tensors[f"blk.{i}.{name}.weight"] = draw(*shape)
+            if biases and name.startswith("attn"):
+                tensors[f"blk.{i}.{name}.bias"] = draw(shape[0])
+    if not tied:
+        tensors["output.weight"] = draw(len(TOKENS), HIDDEN)
+    return tensors
+
+
+METADATA = {
+    "llama.block_count": LAYERS,
+    "llama.context_length": 128,
+    "llama.embedding_length": HIDDEN,
+    "llama.feed_forward_length": INNER,
+    "llama.attention.head_count": HEADS,
+    "llama.attention.head_count_kv": KV_HEADS,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "llama.rope.freq_base": 100000.0,
+    "llama.rope.dimension_count": HEAD_DIM,
+    "llama.vocab_size": len(TOKENS),
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "smollm",
+    "tokenizer.ggml.tokens": TOKENS,
+    "tokenizer.ggml.token_type": TYPES,
+    "tokenizer.ggml.merges": MERGES,
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
+    "tokenizer.ggml.unknown_token_id": 0,
+    "tokenizer.ggml.padding_token_id": 2,
+    "tokenizer.chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}",
+}
+
+
+def add_value(writer: gguf.GGUFWriter, key: str, value) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
+@pytest.fixture
+def model(tmp_path) -> Callable[..., tuple[Path, dict[str, torch.Tensor]]]:
+    """Writes a tiny llama GGUF; returns its path and the values that must come out, by Hugging Face name.
+
+    Options: qtype of the matrices; biases; tied; arch; metadata (merged, None removes a key); tensors (merged over what is
+    stored, None removes one).
+    """
+
+    def write(qtype=Q.F32, biases=False, tied=True, arch="llama", metadata=None, tensors=None):
+        path = tmp_path / "model.gguf"
+        writer = gguf.GGUFWriter(path, arch)
+        for key, value in {**METADATA, **(metadata or {})}.items():
+            if value is not None:
+                add_value(writer, key, value)
+        stored = model_tensors(biases, tied)
+        expected = {}
+        for name, values in stored.items():
+            kind = qtype if values.ndim == 2 else Q.F32
+            as_read = gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind) if kind != Q.F32 else values
+            expected[hugging_face_name(name)] = torch.from_numpy(as_read.copy()).to(torch.bfloat16)
+            if "attn_q" in name:
+                values = interleave(values, HEADS)
+            elif "attn_k" in name:
+                values = interleave(values, KV_HEADS)
+            stored[name] = (gguf.quants.quantize(values, kind), kind)
+        stored |= {name: None if values is None else (values, Q.F32) for name, values in (tensors or {}).items()}
+        for name, item in stored.items():
+            if item is not None:
+                writer.add_tensor(name, item[0], raw_dtype=item[1])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path, expected
+
+    return write
+
+
+def hugging_face_name(name: str) -> str:
+    top = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+    stem, _, kind = name.rpartition(".")
+    if stem in top:
+        return f"{top[stem]}.{kind}"
+    _, layer, inner = stem.split(".")
+    return f"model.layers.{layer}.{NAMES[inner]}.{kind}"
+
+
+def refuses(path: Path, match: str, tmp_path: Path) -> None:
+    with pytest.raises(ConversionError, match=match) as error:
+        convert(path, tmp_path / "out")
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("qtype", [Q.F32, Q.F16, Q.BF16, Q.Q8_0, Q.Q4_1], ids=lambda q: q.name)
+@pytest.mark.parametrize("biases", [False, True], ids=["", "biases"])
+def test_every_tensor(model, tmp_path, qtype, biases):
+    path, expected = model(qtype=qtype, biases=biases, tied=not biases)
+    convert(path, tmp_path / "out", format="bf16")
+    got = load_file(tmp_path / "out" / "model.safetensors")
+    assert got.keys() == expected.keys()
+    for name, values in expected.items():
+        assert got[name].dtype == torch.bfloat16
+        assert torch.equal(got[name], values), name
+
+
+def test_codes_equal_those_of_the_bf16_folder(model, tmp_path):
+    path, expected = model(qtype=Q.Q8_0, tied=False)
+    convert(path, tmp_path / "out")
+    got = load_file(tmp_path / "out" / "w8a8.safetensors")
+    for name, values in expected.items():
+        if "_proj" in name:
+            codes, scale = quantize_weight(values)
+            assert torch.equal(got[name], codes), name
+            assert torch.equal(got[f"{name}_scale"], scale), name
+        else:
+            assert torch.equal(got[name], values), name
+
+
+def test_row_order_is_not_its_own_inverse():
+    order = interleaved_to_halves(1, 8)
+    assert order.tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
+    assert not torch.equal(order[order], torch.arange(8)), "head sizes in these tests must tell the two directions apart"
+
+
+def test_config(model, tmp_path):
+    path, _ = model(biases=True)
+    convert(path, tmp_path / "out", format="bf16")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config == {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "attention_bias": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "head_dim": HEAD_DIM,
+        "hidden_act": "silu",
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "max_position_embeddings": 128,
+        "mlp_bias": False,
+        "num_attention_heads": HEADS,
+        "num_hidden_layers": LAYERS,
+        "num_key_value_heads": KV_HEADS,
+        "pad_token_id": 2,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 100000.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "vocab_size": len(TOKENS),
+    }
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert (generation["bos_token_id"], generation["eos_token_id"], generation["pad_token_id"]) == (1, 2, 2)
+
+
+def test_untied_and_end_of_turn(model, tmp_path):
+    path, _ = model(tied=False, metadata={"tokenizer.ggml.eot_token_id": 0})
+    convert(path, tmp_path / "out", format="bf16")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"] == [2, 0]
+
+
+def test_transformers_reads_the_folder(model, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    path, expected = model(biases=True, tied=False)
+    convert(path, tmp_path / "out", format="bf16")
+    network, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert network.config.rope_parameters["rope_theta"] == 100000.0
+    assert torch.equal(network.model.layers[1].self_attn.k_proj.weight, expected["model.layers.1.self_attn.k_proj.weight"])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == ("<|im_start|>", "<|im_end|>", "<|im_end|>")
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False) == "hello"
+
+
+def llama3_factors(dim: int, base: float, factor: float) -> list[float]:
+    """From the definition: long waves are stretched by the factor, short ones not, those between in part."""
+    factors = []
+    for i in range(dim // 2):
+        wave = 2 * math.pi * base ** (2 * i / dim)
+        if wave < 8192 / 4:
+            factors.append(1.0)
+        elif wave > 8192 / 1:
+            factors.append(factor)
+        else:
+            part = (8192 / wave - 1) / (4 - 1)
+            factors.append(1 / ((1 - part) / factor + part))
+    return factors
+
+
+def test_llama3_rope(model, tmp_path):
+    factors = np.array(llama3_factors(HEAD_DIM, 500000.0, 32.0), dtype=np.float32)
+    assert len(set(factors.tolist())) == 3, "all three cases must occur"
+    path, expected = model(tensors={"rope_freqs.weight": factors}, metadata={"llama.rope.freq_base": 500000.0})
+    convert(path, tmp_path / "out", format="bf16")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["rope_scaling"] == {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == expected.keys()
+
+
+def test_linear_rope(model, tmp_path):
+    path, _ = model(metadata={"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0})
+    convert(path, tmp_path / "out", format="bf16")
+    scaling = json.loads((tmp_path / "out" / "config.json").read_text())["rope_scaling"]
+    assert scaling == {"rope_type": "linear", "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"arch": "mamba"}, "architecture 'mamba', which is not known yet; known are llama"),
+        ({"tensors": {"blk.0.attn_sinks.weight": np.ones(4, np.float32)}}, "unknown .*llama: blk.0.attn_sinks.weight"),
+        ({"tensors": {"blk.2.attn_norm.weight": np.ones(HIDDEN, np.float32)}}, "unknown .*blk.2.attn_norm.weight"),
+        ({"tensors": {"blk.1.ffn_up.weight": None}}, "lacks 1 tensors: blk.1.ffn_up.weight"),
+        ({"tensors": {"blk.0.attn_q.weight": np.ones((40, HIDDEN), np.float32)}}, "40 rows, the head counts ask for 32"),
+        ({"tensors": {"blk.0.attn_q.bias": np.ones(32, np.float32)}}, "some attention biases and lacks others"),
+        ({"tensors": {"rope_freqs.weight": np.full(4, 3.0, np.float32)}}, "not the scaling of Llama 3"),
+        ({"tensors": {"output_norm.weight": np.full(HIDDEN, np.nan, np.float32)}}, "model.norm.weight .*holds NaN"),
+        ({"metadata": {"llama.rope.scaling.type": "yarn"}}, "rope scaling 'yarn' is not supported"),
+        ({"metadata": {"llama.rope.dimension_count": 4}}, "rope.dimension_count is 4"),
+        ({"metadata": {"llama.expert_count": 8}}, "mixture of experts"),
+        ({"metadata": {"llama.attention.clamp_kqv": 1.0}}, "llama.attention.clamp_kqv is not understood"),
+        ({"metadata": {"llama.block_count": None}}, "llama.block_count must be one positive integer, got None"),
+        ({"metadata": {"llama.attention.head_count_kv": [2, 1]}}, r"must be one positive integer, got \[2, 1\]"),
+        ({"metadata": {"split.count": 3}}, "one of 3 parts of a split GGUF file"),
+        ({"metadata": {"tokenizer.ggml.pre": "tekken"}}, "pre-tokenizer 'tekken' is not known; known are gpt-2"),
+        ({"metadata": {"tokenizer.ggml.model": "bert"}}, "tokenizer model 'bert' is not known; known are gpt2, llama"),
+        ({"metadata": {"tokenizer.ggml.eos_token_id": 9999}}, "eos token id is 9999"),
+        ({"metadata": {"tokenizer.ggml.merges": ["h zz"]}}, "tokenizer cannot be rebuilt"),
+        ({"metadata": {"tokenizer.ggml.tokens": None}}, "lacks the metadata tokenizer.ggml.tokens"),
+    ],
+    ids=lambda value: str(value)[:60].replace("/", "") if isinstance(value, str) else "",
+)
+def test_refusals(model, tmp_path, options, match):
+    path, _ = model(**options)
+    refuses(path, match, tmp_path)
+
+
+def test_wrong_magic(tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGML" + bytes(100))
+    refuses(path, r"is not a GGUF file: it begins with b'GGML'", tmp_path)
+
+
+@pytest.mark.parametrize("kept", [0.99, 0.5, 0.02, 0.001])
+def test_truncated(model, tmp_path, kept):
+    path, _ = model()
+    os.truncate(path, int(path.stat().st_size * kept))
+    refuses(path, "is truncated: tensor|header cannot be read", tmp_path)
+
+
+def test_unknown_tensor_type(model, tmp_path):
+    path, _ = model()
+    raw = bytearray(path.read_bytes())
+    at = raw.index(b"token_embd.weight") + len(b"token_embd.weight") + 4 + 2 * 8
+    raw[at : at + 4] = (250).to_bytes(4, "little")
+    path.write_bytes(raw)
+    refuses(path, "token_embd.weight has unknown type 250", tmp_path)
+
+
+@pytest.fixture
+def tokenizer(model, tmp_path) -> Callable[..., Tokenizer]:
+    def build(**metadata) -> Tokenizer:
+        path, _ = model(metadata={f"tokenizer.ggml.{key}": value for key, value in metadata.items()})
+        convert(path, tmp_path / "out", format="bf16", overwrite=True)
+        return Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+
+    return build
+
+
+def ids(*tokens: str) -> list[int]:
+    return [TOKENS.index(token) for token in tokens]
+
+
+def test_byte_level_tokenizer(tokenizer):
+    smollm = tokenizer()
+    assert smollm.encode("hello hello").ids == ids("hello", "Ġhello")
+    assert smollm.encode("12").ids == ids("1", "2"), "smollm cuts digits apart before the merge `1 2`"
+    assert smollm.encode("<|im_start|>he<tool>").ids == ids("<|im_start|>", "he", "<tool>")
+    assert smollm.decode(ids("<|im_start|>", "he", "<tool>")) == "he<tool>"
+    for text in ("naïve 日本 🙂", "  two  spaces\n\n\ttab", "<|im_end|> x 3.14"):
+        assert smollm.decode(smollm.encode(text).ids, skip_special_tokens=False) == text
+    assert tokenizer(pre="gpt-2").encode("12").ids == ids("12")
+    assert tokenizer(pre="llama-bpe").encode("12").ids == ids("<|im_start|>", "12"), "llama-bpe begins with bos by default"
+    assert tokenizer(pre="llama-bpe", add_bos_token=False).encode("12").ids == ids("12")
+    assert tokenizer(pre="qwen2").encode("12").ids == ids("1", "2")
+
+
+def test_bos_and_eos_are_added_once(tokenizer, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    both = tokenizer(add_bos_token=True, add_eos_token=True)
+    expected = ids("<|im_start|>", "hello", "<|im_end|>")
+    assert both.encode("hello").ids == expected
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("hello")["input_ids"] == expected
+
+
+def test_sentencepiece_tokenizer(tokenizer, tmp_path):
+    pieces = ["▁", "a", "b", "c", "ab", "bc", "▁a", "abc"]
+    scores = dict(zip(pieces, [-9.0, -9.0, -9.0, -9.0, -2.0, -1.0, -3.0, -4.0], strict=True))
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces, "<tool>"]
+    kind = gguf.TokenType
+    types = [kind.UNKNOWN, kind.CONTROL, kind.CONTROL, *[kind.BYTE] * 256, *[kind.NORMAL] * len(pieces), kind.USER_DEFINED]
+    built = tokenizer(
+        model="llama", pre=None, merges=None, tokens=tokens, token_type=types, scores=[scores.get(t, 0.0) for t in tokens],
+        bos_token_id=None, eos_token_id=None, unknown_token_id=None, padding_token_id=None,
+    )  # fmt: skip
+
+    def split(text: str) -> list[str]:
+        return [tokens[i] for i in built.encode(text).ids]
+
+    # By the best score first: bc (-1); then ▁a (-3) goes before abc (-4).
+    assert split("abc") == ["<s>", "▁a", "bc"]
+    assert split("ab") == ["<s>", "▁", "ab"]
+    assert split("a b") == ["<s>", "▁a", "▁", "b"]
+    assert split("é") == ["<s>", "▁", "<0xC3>", "<0xA9>"]
+    assert split("a<tool>b") == ["<s>", "▁a", "<tool>", "▁", "b"]
+    assert built.decode(built.encode("a bé").ids) == "a bé"
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == (1, 2)

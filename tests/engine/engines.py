@@ -1,0 +1,140 @@
+"""Start engines in processes of their own and measure what they answer."""
+
+import functools
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+RUNNER = Path(__file__).with_name("engine_runner.py")
+TIMEOUT_S = 900
+
+# The position's true token and vLLM's top tokens, log-probabilities by token id.
+Position = dict[int, float]
+
+
+@dataclass
+class Answer:
+    """What an engine said to one prompt."""
+
+    prompt: list[int]
+    token_ids: list[int]
+    text: str
+    prompt_logprobs: list[Position]
+    logprobs: list[Position]
+
+    def true_logprobs(self) -> list[float]:
+        """Log-probability of every prompt token but the first."""
+        return [position[token] for token, position in zip(self.prompt[1:], self.prompt_logprobs[1:], strict=True)]
+
+
+@dataclass
+class Run:
+    """An engine's answers and its log."""
+
+    answers: list[Answer]
+    log: str
+
+    def perplexity(self) -> float:
+        values = [value for answer in self.answers for value in answer.true_logprobs()]
+        return math.exp(-sum(values) / len(values))
+
+    def top1(self) -> list[int]:
+        """Most likely token at every prompt position but the first."""
+        return [max(p, key=p.__getitem__) for answer in self.answers for p in answer.prompt_logprobs[1:]]
+
+
+class EngineFailed(Exception):
+    """The engine's process ended with an error; the message is the end of its log."""
+
+
+def run_engine(
+    model: Path | str,
+    prompts: list[list[int]],
+    *,
+    engine: dict | None = None,
+    sampling: dict | None = None,
+    env: dict[str, str] | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> Run:
+    """Answers of a fresh engine.
+
+    Args:
+        model: checkpoint folder.
+        prompts: token ids.
+        engine: arguments of `vllm.LLM` beside the model; eager mode unless it says otherwise.
+        sampling: arguments of `SamplingParams`; default: one token, the prompt's log-probabilities with the top 20.
+        env: variables added to the environment.
+
+    Raises:
+        EngineFailed: it ended with an error.
+    """
+    job = {
+        "engine": {"model": str(model), "enforce_eager": True, "max_model_len": 512, "seed": 0} | (engine or {}),
+        "prompts": prompts,
+        "sampling": sampling or {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 20},
+    }
+    with tempfile.TemporaryDirectory() as tmp:
+        job_file, result_file = Path(tmp, "job.json"), Path(tmp, "result.json")
+        job_file.write_text(json.dumps(job))
+        done = subprocess.run(
+            [sys.executable, str(RUNNER), str(job_file), str(result_file)],
+            env=engine_environment() | (env or {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout_s,
+            cwd=tmp,
+        )
+        if done.returncode != 0 or not result_file.exists():
+            raise EngineFailed(done.stdout[-12000:])
+        results = json.loads(result_file.read_text())
+    return Run([answer(prompt, result) for prompt, result in zip(prompts, results, strict=True)], done.stdout)
+
+
+def answer(prompt: list[int], result: dict) -> Answer:
+    logprobs = {
+        key: [{int(token): value for token, value in position.items()} for position in result[key]]
+        for key in ("prompt_logprobs", "logprobs")
+    }
+    return Answer(prompt, result["token_ids"], result["text"], **logprobs)
+
+
+def engine_environment() -> dict[str, str]:
+    """The environment of an engine: offline, the CPU build's settings, none of the tests' own."""
+    kept = {
+        k: v for k, v in os.environ.items() if not k.startswith(("TRITON_INTERPRET", "VLLM_W8A8", "VLLM_PLUGINS", "PYTEST"))
+    }
+    return kept | {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+def mean_kl(reference: Run, other: Run) -> float:
+    """Mean over positions of KL(reference || other) in nats; both must hold the whole vocabulary."""
+    total, count = 0.0, 0
+    for a, b in zip(reference.answers, other.answers, strict=True):
+        for p, q in zip(a.prompt_logprobs[1:], b.prompt_logprobs[1:], strict=True):
+            assert p.keys() == q.keys(), "positions hold different tokens: ask for the whole vocabulary"
+            total += sum(math.exp(p[token]) * (p[token] - q[token]) for token in p)
+            count += 1
+    return total / count
+
+
+def agreement(a: list[int], b: list[int]) -> float:
+    """Share of positions where both lists agree."""
+    return sum(x == y for x, y in zip(a, b, strict=True)) / len(a)
+
+
+@functools.cache
+def text_chunks(tokenizer_dir: Path, tokens: int, chunk: int) -> list[list[int]]:
+    """The first `tokens` tokens of the committed English text, in prompts of `chunk` tokens."""
+    from tokenizers import Tokenizer
+
+    text = (Path(__file__).parent / "texts" / "alice.txt").read_text(encoding="utf-8")
+    ids = Tokenizer.from_file(str(tokenizer_dir / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+    assert len(ids) >= tokens, f"the text has {len(ids)} tokens, {tokens} are wanted"
+    return [ids[i : i + chunk] for i in range(0, tokens, chunk)]

@@ -1,0 +1,80 @@
+"""SmolLM2-135M on the real vLLM: every way to W8A8 says the same, and nearly what the unquantized model says."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from engines import EngineFailed, Run, agreement, run_engine, text_chunks
+
+pytestmark = pytest.mark.engine
+
+TOKENS, CHUNK = 2000, 250
+
+# name -> (format of the checkpoint, arguments of vllm.LLM, environment)
+WAYS = {
+    "bf16": ("bf16", {}, {}),
+    "online": ("bf16", {"quantization": "w8a8"}, {}),
+    "online by variable": ("bf16", {}, {"VLLM_W8A8_ENABLE": "1"}),
+    "w8a8": ("w8a8", {}, {}),
+    "compressed-tensors": ("compressed-tensors", {"quantization": "w8a8"}, {}),
+    "compressed-tensors, stock": ("compressed-tensors", {}, {"VLLM_PLUGINS": ""}),
+}
+
+
+@pytest.fixture(scope="module")
+def run(smollm2: Callable[[str], Path]) -> Callable[[str], Run]:
+    """The engine's answers to the text, one engine for each way."""
+    runs: dict[str, Run] = {}
+
+    def get(way: str) -> Run:
+        if way not in runs:
+            format, engine, env = WAYS[way]
+            runs[way] = run_engine(smollm2(format), text_chunks(smollm2("bf16"), TOKENS, CHUNK), engine=engine, env=env)
+        return runs[way]
+
+    return get
+
+
+@pytest.mark.parametrize("way", ["online by variable", "w8a8", "compressed-tensors"])
+def test_ways_to_w8a8_agree(run: Callable[[str], Run], way: str) -> None:
+    """Codes and scales are the same bits, so in one mode the log-probabilities are the same, too."""
+    pairs = zip(run("online").answers, run(way).answers, strict=True)
+    difference = max(
+        abs(a - b) for one, other in pairs for a, b in zip(one.true_logprobs(), other.true_logprobs(), strict=True)
+    )
+    assert difference <= 1e-3
+    assert "W8A8 linear layers run on onednn" in run(way).log
+
+
+def test_quality(run: Callable[[str], Run]) -> None:
+    ratio = run("online").perplexity() / run("bf16").perplexity()
+    top1 = agreement(run("online").top1(), run("bf16").top1())
+    print(f"perplexity {run('bf16').perplexity():.3f} -> x {ratio:.4f}, top-1 agreement {top1:.4f}")
+    assert ratio <= 1.05
+    assert top1 >= 0.87
+
+
+def test_stock_vllm_reads_our_compressed_tensors(run: Callable[[str], Run]) -> None:
+    """Stock quantizes activations by another formula: near, not equal."""
+    stock, ours = run("compressed-tensors, stock"), run("compressed-tensors")
+    assert "W8A8 linear layers" not in stock.log
+    bf16 = run("bf16").perplexity()
+    assert stock.perplexity() / bf16 <= 1.1 * ours.perplexity() / bf16
+
+
+def test_stock_vllm_refuses_w8a8(smollm2: Callable[[str], Path]) -> None:
+    with pytest.raises(EngineFailed, match="Unknown quantization method: w8a8"):
+        run_engine(smollm2("w8a8"), [[1, 2, 3]], env={"VLLM_PLUGINS": ""})
+
+
+def test_int8_weights_without_their_config_are_refused(smollm2: Callable[[str], Path], tmp_path: Path) -> None:
+    """A checkpoint whose config.json lost its quantization_config must not be quantized a second time."""
+    import json
+    import shutil
+
+    folder = shutil.copytree(smollm2("compressed-tensors"), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(EngineFailed, match=r"weight of dtype torch\.int8 .* is expected"):
+        run_engine(folder, [[1, 2, 3]], engine={"quantization": "w8a8"})

@@ -1,0 +1,11 @@
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if importlib.util.find_spec("vllm") is None:
+        for item in items:
+            if Path(__file__).parent in item.path.parents and item.get_closest_marker("without_vllm") is None:
+                item.add_marker(pytest.mark.skip(reason="vLLM is not installed: `make test` installs it"))

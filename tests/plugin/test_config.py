@@ -1,0 +1,101 @@
+import copy
+import pickle
+from types import SimpleNamespace
+
+import pytest
+from checkpoints import AWQ, COMPRESSED_TENSORS, FP8, GPTQ, NATIVE, changed
+
+pytest.importorskip("vllm", reason="vLLM is not installed: `make test` installs it")
+from vllm_w8a8_plugin.config import W8A8Config, checkpoint_refusal
+
+GROUP = "config_groups.group_0."
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("VLLM_W8A8_ENABLE", "VLLM_W8A8_SKIP_MODULES", "VLLM_W8A8_KERNEL"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("config", [NATIVE, COMPRESSED_TENSORS], ids=["native", "compressed-tensors"])
+def test_reads_checkpoints(config: dict) -> None:
+    read = W8A8Config.from_config(config)
+    assert not read.online
+    assert read.rules.skips("lm_head")
+    assert not read.rules.skips("model.layers.0.mlp.down_proj")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "because"),
+    [
+        (GROUP + "weights.num_bits", 4, "weights.num_bits is 4"),
+        (GROUP + "weights.type", "float", "weights.type is 'float'"),
+        (GROUP + "weights.strategy", "tensor", "weights.strategy is 'tensor'"),
+        (GROUP + "weights.strategy", "group", "weights.strategy is 'group'"),
+        (GROUP + "weights.symmetric", False, "weights.symmetric is False"),
+        (GROUP + "input_activations", None, "input_activations.num_bits is None"),
+        (GROUP + "input_activations.dynamic", False, "input_activations.dynamic is False"),
+        (GROUP + "input_activations.symmetric", False, "input_activations.symmetric is False"),
+        (GROUP + "input_activations.strategy", "tensor", "input_activations.strategy is 'tensor'"),
+        (GROUP + "output_activations", {"num_bits": 8}, "output_activations"),
+        (GROUP + "targets", ["re:.*mlp.*"], "targets"),
+        ("config_groups.group_1", {}, "2 quantization groups"),
+        ("kv_cache_scheme", {"num_bits": 8}, "kv_cache_scheme"),
+        ("transform_config", {"config_groups": {"u": {}}}, "run-time transforms"),
+        ("sparsity_config", {"format": "sparse-24-bitmask"}, "sparse"),
+    ],
+)
+def test_declines_what_it_would_compute_wrongly(path: str, value: object, because: str) -> None:
+    config = changed(COMPRESSED_TENSORS, path, value)
+    assert because in checkpoint_refusal(config)
+    assert W8A8Config.override_quantization_method(config, "w8a8") is None
+    with pytest.raises(ValueError, match="cannot be served with quantization=w8a8"):
+        W8A8Config.from_config(config)
+
+
+@pytest.mark.parametrize(("key", "value"), [("weight_dtype", "int4"), ("scale_dtype", "bf16"), ("hadamard", 64)])
+def test_refuses_native_forms_it_does_not_know(key: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"{key} = {value!r}, expected"):
+        W8A8Config.from_config(NATIVE | {key: value})
+
+
+@pytest.mark.parametrize(
+    ("config", "user_quant", "enable", "taken"),
+    [
+        (COMPRESSED_TENSORS, None, None, False),
+        (COMPRESSED_TENSORS, "w8a8", None, True),
+        (COMPRESSED_TENSORS, None, "1", True),
+        (COMPRESSED_TENSORS, None, "0", False),
+        (COMPRESSED_TENSORS, "compressed-tensors", "1", False),
+        (FP8, None, "1", False),
+        (FP8, "w8a8", None, False),
+        (AWQ, None, "1", False),
+        (GPTQ, None, "1", False),
+    ],
+)
+def test_takes_compressed_tensors_only_when_asked(
+    config: dict, user_quant: str | None, enable: str | None, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if enable is not None:
+        monkeypatch.setenv("VLLM_W8A8_ENABLE", enable)
+    assert W8A8Config.override_quantization_method(config, user_quant, hf_config=None) == ("w8a8" if taken else None)
+
+
+def test_declines_experts() -> None:
+    experts = SimpleNamespace(num_experts=8)
+    assert W8A8Config.override_quantization_method(COMPRESSED_TENSORS, "w8a8", hf_config=experts) is None
+
+
+def test_pickles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_W8A8_SKIP_MODULES", "down_proj, re:.*[02].*o_proj")
+    config = W8A8Config()
+    for other in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config)):
+        assert repr(other) == repr(config)
+        assert other.rules.skips("model.layers.1.mlp.down_proj")
+        assert not other.rules.skips("model.layers.1.self_attn.o_proj")
+
+
+def test_bad_switch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_W8A8_ENABLE", "maybe")
+    with pytest.raises(ValueError, match="VLLM_W8A8_ENABLE='maybe': expected 1 or 0"):
+        W8A8Config.override_quantization_method(COMPRESSED_TENSORS, None)

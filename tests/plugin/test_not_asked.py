@@ -1,0 +1,96 @@
+"""Nothing changes for a model served without asking; with VLLM_W8A8_ENABLE, only what can be served in W8A8 changes."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoints import AWQ, COMPRESSED_TENSORS, FP8, GPTQ, NATIVE, changed, model_folder
+
+CHECKPOINTS = {
+    "bf16": None,
+    "fp8": FP8,
+    "awq": AWQ,
+    "gptq": GPTQ,
+    "int8": COMPRESSED_TENSORS,
+    "int8 per tensor": changed(COMPRESSED_TENSORS, "config_groups.group_0.weights.strategy", "tensor"),
+    "native": NATIVE,
+}
+
+# Prints, for every folder: its resolved quantization, or the error; and the whole resolved config without what differs
+# from run to run (object addresses, instance ids).
+RESOLVE = """
+import json, sys
+from vllm.engine.arg_utils import EngineArgs
+result = {}
+for folder in sys.argv[1:]:
+    try:
+        config = EngineArgs(model=folder, skip_tokenizer_init=True, enforce_eager=True).create_engine_config()
+        result[folder] = [config.model_config.quantization, str(config)]
+    except Exception as error:
+        result[folder] = ["error", str(error)]
+print("RESULT" + json.dumps(result))
+"""
+
+
+def resolve(folders: dict[str, Path], env: dict[str, str]) -> tuple[dict[str, list[str]], str]:
+    """name -> [quantization, resolved config], and the log."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_W8A8", "VLLM_PLUGINS", "TRITON_INTERPRET"))}
+    done = subprocess.run(
+        [sys.executable, "-c", RESOLVE, *map(str, folders.values())],
+        env=inherited | {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"} | env,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert "RESULT" in done.stdout, done.stdout + done.stderr
+    by_folder = json.loads(done.stdout.rpartition("RESULT")[2])
+    return {name: by_folder[str(folder)] for name, folder in folders.items()}, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def resolved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, list[str]], str]]:
+    root = tmp_path_factory.mktemp("checkpoints")
+    folders = {name: model_folder(root / name.replace(" ", "-"), config) for name, config in CHECKPOINTS.items()}
+    return {
+        "without": resolve(folders, {"VLLM_PLUGINS": ""}),
+        "installed": resolve(folders, {}),
+        "enabled": resolve(folders, {"VLLM_W8A8_ENABLE": "1"}),
+    }
+
+
+def settled(config: str) -> str:
+    return re.sub(r"0x[0-9a-f]+|instance_id='?[\w-]+'?", "", config)
+
+
+@pytest.mark.parametrize("name", [n for n in CHECKPOINTS if n != "native"])
+def test_installed_and_not_asked_changes_nothing(resolved: dict, name: str) -> None:
+    without, installed = (resolved[mode][0][name] for mode in ("without", "installed"))
+    assert without[0] != "error", without[1]
+    assert without[0] == installed[0]
+    assert settled(without[1]) == settled(installed[1])
+
+
+def test_native_needs_the_plugin_and_no_flag(resolved: dict) -> None:
+    assert resolved["without"][0]["native"][0] == "error"
+    assert "Unknown quantization method: w8a8" in resolved["without"][0]["native"][1]
+    assert resolved["installed"][0]["native"][0] == "w8a8"
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8", "native"])
+def test_enabled_takes_what_it_can(resolved: dict, name: str) -> None:
+    assert resolved["enabled"][0][name][0] == "w8a8", resolved["enabled"][0][name][1]
+
+
+@pytest.mark.parametrize("name", ["fp8", "awq", "gptq", "int8 per tensor"])
+def test_enabled_leaves_the_rest_alone_and_says_so_once(resolved: dict, name: str) -> None:
+    enabled, without = (resolved[mode][0][name] for mode in ("enabled", "without"))
+    assert enabled[0] == without[0]
+    assert settled(enabled[1]) == settled(without[1])
+    folder = name.replace(" ", "-")
+    said = [line for line in resolved["enabled"][1].splitlines() if f"/{folder} is already quantized" in line]
+    assert len(said) == 1
+    assert f"({without[0]}); vLLM's own path serves it" in said[0]

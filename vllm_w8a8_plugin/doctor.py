@@ -1,0 +1,101 @@
+"""What `vllm-w8a8 doctor` reports: versions, devices, the kernel for each number of rows, what vLLM sees of the plugin."""
+
+import importlib.metadata
+import os
+from dataclasses import dataclass, field
+
+import vllm_w8a8_plugin
+from vllm_w8a8_plugin import compat
+
+ENTRY_POINT_GROUP = "vllm.general_plugins"
+ENTRY_POINT = "w8a8"
+ROWS = (1, 16, 64, 256, 1024, 4096)
+# The weight that the kernel table speaks of: a square projection of an 8B model.
+EXAMPLE_N = EXAMPLE_K = 4096
+
+
+@dataclass
+class Diagnosis:
+    """Facts for the report: (name, value) lines, the kernel table, and what must be mended (empty: all is well)."""
+
+    facts: list[tuple[str, str]] = field(default_factory=list)
+    kernels: list[tuple[str, str, str]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def diagnose() -> Diagnosis:
+    """Look at this machine and environment. Initializes CUDA where there is a GPU."""
+    result = Diagnosis()
+    version = compat.installed_vllm()
+    result.facts.append(("vllm-w8a8-plugin", vllm_w8a8_plugin.__version__))
+    result.facts.append(("vllm", version or "not installed"))
+    for package in ("torch", "triton", "transformers", "gguf", "compressed-tensors"):
+        result.facts.append((package, _version(package)))
+    problem = compat.vllm_problem(version)
+    if problem is not None:
+        result.problems.append(problem)
+    _diagnose_entry_point(result)
+    if version is not None:
+        compat.load_vllm_ops()
+    _diagnose_kernels(result)
+    return result
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _diagnose_entry_point(result: Diagnosis) -> None:
+    found = [e for e in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP) if e.name == ENTRY_POINT]
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if not found:
+        result.facts.append(("entry point", "not found"))
+        result.problems.append(
+            f"vLLM cannot see the plugin: no entry point {ENTRY_POINT!r} in {ENTRY_POINT_GROUP!r}. Install it with pip; a "
+            "folder on PYTHONPATH has no entry points"
+        )
+    elif allowed is not None and ENTRY_POINT not in allowed.split(","):
+        result.facts.append(("entry point", f"excluded by VLLM_PLUGINS={allowed!r}"))
+        result.problems.append(f"VLLM_PLUGINS={allowed!r} leaves the plugin out: add {ENTRY_POINT!r} to it or unset it")
+    else:
+        result.facts.append(("entry point", f"{found[0].value}, visible to vLLM"))
+
+
+def _diagnose_kernels(result: Diagnosis) -> None:
+    import torch
+
+    from w8a8_kernels.ops import device_facts
+    from w8a8_kernels.select import select_quantize, select_scaled_mm
+
+    if torch.cuda.is_available():
+        devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+        for device in devices:
+            major, minor = torch.cuda.get_device_capability(device)
+            result.facts.append((str(device), f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"))
+        device = devices[0]
+    else:
+        device = torch.device("cpu")
+        result.facts.append(("device", f"CPU ({torch.backends.cpu.get_cpu_capability()}), no GPU visible to PyTorch"))
+    try:
+        facts = device_facts(device)
+        quantizer, product = select_quantize(facts), select_scaled_mm(facts)
+    except ValueError as error:
+        result.problems.append(str(error))
+        return
+    for rows in ROWS:
+        name = f"{product.kernel}{_tile(product.kernel, rows, device)}"
+        result.kernels.append((str(rows), f"{quantizer.kernel} + {name}", product.reason))
+
+
+def _tile(kernel: str, rows: int, device) -> str:
+    if kernel != "triton":
+        return ""
+    import torch
+
+    from w8a8_kernels.scaled_mm.split_k import default_tile
+
+    tile = default_tile(rows, EXAMPLE_N, EXAMPLE_K, torch.cuda.get_device_properties(device).multi_processor_count)
+    return f" {tile.block_m} x {tile.block_n} x {tile.block_k}, split {tile.split_k}"
