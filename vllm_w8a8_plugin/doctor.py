@@ -79,23 +79,10 @@ def _diagnose_kernels(result: Diagnosis) -> None:
     else:
         device = torch.device("cpu")
         result.facts.append(("device", f"CPU ({torch.backends.cpu.get_cpu_capability()}), no GPU visible to PyTorch"))
+    facts = device_facts(device)
     try:
-        facts = device_facts(device)
-        quantizer, product = select_quantize(facts), select_scaled_mm(facts)
+        for rows in ROWS:
+            quantizer, product = select_quantize(facts), select_scaled_mm(facts, rows, EXAMPLE_N, EXAMPLE_K)
+            result.kernels.append((str(rows), f"{quantizer.kernel} + {product.kernel}", product.reason))
     except ValueError as error:
         result.problems.append(str(error))
-        return
-    for rows in ROWS:
-        name = f"{product.kernel}{_tile(product.kernel, rows, device)}"
-        result.kernels.append((str(rows), f"{quantizer.kernel} + {name}", product.reason))
-
-
-def _tile(kernel: str, rows: int, device) -> str:
-    if kernel != "triton":
-        return ""
-    import torch
-
-    from w8a8_kernels.scaled_mm.split_k import default_tile
-
-    tile = default_tile(rows, EXAMPLE_N, EXAMPLE_K, torch.cuda.get_device_properties(device).multi_processor_count)
-    return f" {tile.block_m} x {tile.block_n} x {tile.block_k}, split {tile.split_k}"

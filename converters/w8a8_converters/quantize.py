@@ -38,6 +38,8 @@ def quantize_weight(weight: Tensor, amax: Tensor | None = None) -> tuple[Tensor,
     codes = torch.empty((n, k), dtype=torch.int8, device=weight.device)
     own_amax = torch.zeros(n, dtype=torch.float32, device=weight.device)
     scale = torch.ones((n, 1), dtype=torch.float32, device=weight.device)
+    # A tensor: PyTorch on CUDA divides by a Python number through its reciprocal, which rounds twice.
+    int8_max = torch.tensor(float(INT8_MAX), device=weight.device)
     if amax is not None:
         amax = amax.to(device=weight.device, dtype=torch.float32)
     rows = max(1, (_GPU_BLOCK_BYTES if weight.is_cuda else _CPU_BLOCK_BYTES) // (8 * max(1, k)))
@@ -46,7 +48,7 @@ def quantize_weight(weight: Tensor, amax: Tensor | None = None) -> tuple[Tensor,
         values = weight[block].to(torch.float32)
         low, high = torch.aminmax(values, dim=1)
         own_amax[block] = torch.maximum(-low, high)
-        block_scale = (own_amax if amax is None else amax)[block, None] / INT8_MAX
+        block_scale = (own_amax if amax is None else amax)[block, None] / int8_max
         scale[block] = torch.where(block_scale == 0, 1.0, block_scale)
         codes[block] = (values / scale[block]).round_().clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
 

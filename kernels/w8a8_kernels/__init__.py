@@ -1,6 +1,25 @@
 """int8 x int8 (W8A8) kernels for PyTorch: per-token quantization and the scaled matrix product."""
 
-from w8a8_kernels.ops import int8_linear, pack_weight, quantize, scaled_mm
+from w8a8_kernels.ops import (
+    add_rms_norm_quantize,
+    int8_linear,
+    pack_weight,
+    quantize,
+    rms_norm_quantize,
+    scaled_mm,
+    silu_mul_quantize,
+)
 from w8a8_kernels.select import Choice, select_quantize, select_scaled_mm
 
-__all__ = ["Choice", "int8_linear", "pack_weight", "quantize", "scaled_mm", "select_quantize", "select_scaled_mm"]
+__all__ = [
+    "Choice",
+    "add_rms_norm_quantize",
+    "int8_linear",
+    "pack_weight",
+    "quantize",
+    "rms_norm_quantize",
+    "scaled_mm",
+    "select_quantize",
+    "select_scaled_mm",
+    "silu_mul_quantize",
+]

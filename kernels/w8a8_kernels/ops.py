@@ -9,16 +9,31 @@ import importlib.util
 
 import torch
 
-from w8a8_kernels.quantize.reference import quantize_reference
+from w8a8_kernels.quantize.reference import (
+    add_rms_norm_quantize_reference,
+    quantize_reference,
+    rms_norm_quantize_reference,
+    silu_mul_quantize_reference,
+)
+from w8a8_kernels.scaled_mm.cutlass import has_cutlass, scaled_mm_cutlass
 from w8a8_kernels.scaled_mm.onednn import has_onednn, pack_weight_onednn, scaled_mm_onednn
 from w8a8_kernels.scaled_mm.reference import scaled_mm_reference
 from w8a8_kernels.select import MAX_K, Facts, select_quantize, select_scaled_mm
 
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
+# From here on a kernel can let the next one start before it ends (programmatic dependent launch).
+MIN_DEPENDENT_LAUNCH_CAPABILITY = (9, 0)
+
 # The library object must stay alive: dropping it unregisters the ops.
 _LIBRARY = torch.library.Library("w8a8", "FRAGMENT")
 _LIBRARY.define("quantize(Tensor x) -> (Tensor, Tensor)")
+_LIBRARY.define("rms_norm_quantize(Tensor x, Tensor weight, float eps, float weight_offset=0.0) -> (Tensor, Tensor)")
+_LIBRARY.define(
+    "add_rms_norm_quantize(Tensor x, Tensor residual, Tensor weight, float eps, float weight_offset=0.0)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define("silu_mul_quantize(Tensor x) -> (Tensor, Tensor)")
 _LIBRARY.define(
     "scaled_mm(Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, Tensor? bias, ScalarType out_dtype) -> Tensor"
 )
@@ -36,7 +51,8 @@ def device_facts(device: torch.device) -> Facts:
 
 @functools.cache
 def _gpu_facts(device: torch.device) -> Facts:
-    return Facts(torch.cuda.get_device_capability(device), has_triton=importlib.util.find_spec("triton") is not None)
+    has_triton = importlib.util.find_spec("triton") is not None
+    return Facts(torch.cuda.get_device_capability(device), has_triton=has_triton, has_cutlass=has_cutlass())
 
 
 @functools.cache
@@ -44,12 +60,50 @@ def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def _launches_dependents(facts: Facts) -> bool:
+    return facts.capability is not None and facts.capability >= MIN_DEPENDENT_LAUNCH_CAPABILITY
+
+
 def _quantize_cuda(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    if select_quantize(device_facts(x.device)).kernel == "triton":
+    facts = device_facts(x.device)
+    if select_quantize(facts).kernel == "triton":
         from w8a8_kernels.quantize.row import quantize_row
 
-        return quantize_row(x)
+        return quantize_row(x, launch_dependents=_launches_dependents(facts))
     return quantize_reference(x)
+
+
+def _rms_norm_quantize_cuda(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    facts = device_facts(x.device)
+    if select_quantize(facts).kernel == "triton":
+        from w8a8_kernels.quantize.rms_norm import rms_norm_quantize_row
+
+        return rms_norm_quantize_row(x, weight, eps, weight_offset, launch_dependents=_launches_dependents(facts))
+    return rms_norm_quantize_reference(x, weight, eps, weight_offset)
+
+
+def _add_rms_norm_quantize_cuda(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    facts = device_facts(x.device)
+    if select_quantize(facts).kernel == "triton":
+        from w8a8_kernels.quantize.rms_norm import add_rms_norm_quantize_row
+
+        return add_rms_norm_quantize_row(
+            x, residual, weight, eps, weight_offset, launch_dependents=_launches_dependents(facts)
+        )
+    return add_rms_norm_quantize_reference(x, residual, weight, eps, weight_offset)
+
+
+def _silu_mul_quantize_cuda(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    facts = device_facts(x.device)
+    if select_quantize(facts).kernel == "triton":
+        from w8a8_kernels.quantize.silu_mul import silu_mul_quantize_row
+
+        return silu_mul_quantize_row(x, launch_dependents=_launches_dependents(facts))
+    return silu_mul_quantize_reference(x)
 
 
 def _scaled_mm_cuda(
@@ -60,15 +114,39 @@ def _scaled_mm_cuda(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    if select_scaled_mm(device_facts(x.device)).kernel == "triton":
+    facts = device_facts(x.device)
+    kernel = select_scaled_mm(facts, x.shape[0], *weight.shape, out_dtype).kernel
+    if kernel == "triton":
         from w8a8_kernels.scaled_mm.split_k import scaled_mm_split_k
 
-        return scaled_mm_split_k(x, x_scale, weight, weight_scale, bias, out_dtype, num_sms=_num_sms(x.device))
+        return scaled_mm_split_k(
+            x,
+            x_scale,
+            weight,
+            weight_scale,
+            bias,
+            out_dtype,
+            num_sms=_num_sms(x.device),
+            capability=facts.capability,
+            pdl=_launches_dependents(facts),
+        )
+    if kernel == "cutlass":
+        return scaled_mm_cutlass(x, x_scale, weight, weight_scale, bias, out_dtype)
+    if kernel == "dp4a":
+        from w8a8_kernels.scaled_mm.dp4a import scaled_mm_dp4a
+
+        return scaled_mm_dp4a(x, x_scale, weight, weight_scale, bias, out_dtype, num_sms=_num_sms(x.device))
     return scaled_mm_reference(x, x_scale, weight, weight_scale, bias, out_dtype)
 
 
 _LIBRARY.impl("quantize", quantize_reference, "CPU")
 _LIBRARY.impl("quantize", _quantize_cuda, "CUDA")
+_LIBRARY.impl("rms_norm_quantize", rms_norm_quantize_reference, "CPU")
+_LIBRARY.impl("rms_norm_quantize", _rms_norm_quantize_cuda, "CUDA")
+_LIBRARY.impl("add_rms_norm_quantize", add_rms_norm_quantize_reference, "CPU")
+_LIBRARY.impl("add_rms_norm_quantize", _add_rms_norm_quantize_cuda, "CUDA")
+_LIBRARY.impl("silu_mul_quantize", silu_mul_quantize_reference, "CPU")
+_LIBRARY.impl("silu_mul_quantize", _silu_mul_quantize_cuda, "CUDA")
 _LIBRARY.impl("scaled_mm", scaled_mm_reference, "CPU")
 _LIBRARY.impl("scaled_mm", _scaled_mm_cuda, "CUDA")
 _LIBRARY.impl("scaled_mm_packed", scaled_mm_onednn, "CPU")
@@ -77,6 +155,25 @@ _LIBRARY.impl("scaled_mm_packed", scaled_mm_onednn, "CPU")
 @torch.library.register_fake("w8a8::quantize")
 def _quantize_fake(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(x.shape, dtype=torch.int8), x.new_empty((x.shape[0], 1), dtype=torch.float32)
+
+
+@torch.library.register_fake("w8a8::rms_norm_quantize")
+def _rms_norm_quantize_fake(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _quantize_fake(x)
+
+
+@torch.library.register_fake("w8a8::add_rms_norm_quantize")
+def _add_rms_norm_quantize_fake(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return *_quantize_fake(x), x.new_empty(x.shape)
+
+
+@torch.library.register_fake("w8a8::silu_mul_quantize")
+def _silu_mul_quantize_fake(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return _quantize_fake(x.new_empty((x.shape[0], x.shape[1] // 2)))
 
 
 @torch.library.register_fake("w8a8::scaled_mm")
@@ -106,6 +203,82 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             f"quantize: got x of shape {tuple(x.shape)} and dtype {x.dtype}, expected [M, K] in bf16, fp16 or fp32"
         )
     return torch.ops.w8a8.quantize(x)
+
+
+def rms_norm_quantize(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantize` of the RMSNorm of every row, in one kernel on a GPU; the rounding is in `rms_norm_reference`.
+
+    Args:
+        x: [M, K], bf16, fp16 or fp32; rows of any stride; M from 0, K from 1.
+        weight: [K], bf16, fp16 or fp32.
+        eps: added to the mean of the squares.
+        weight_offset: added to the weight in fp32: 1.0 for Gemma's norm, 0.0 for others.
+
+    Returns:
+        codes [M, K] int8 and scale [M, 1] fp32.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    _check_norm("rms_norm_quantize", x, None, weight)
+    return torch.ops.w8a8.rms_norm_quantize(x, weight, eps, weight_offset)
+
+
+def add_rms_norm_quantize(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`rms_norm_quantize` of `x + residual`, and that sum; the rounding is in `add_rms_norm_quantize_reference`.
+
+    Args:
+        x, weight, eps, weight_offset: as in `rms_norm_quantize`.
+        residual: [M, K] of x's dtype; rows of any stride. It is not changed.
+
+    Returns:
+        codes [M, K] int8, scale [M, 1] fp32 and the sum [M, K] in x's dtype.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    _check_norm("add_rms_norm_quantize", x, residual, weight)
+    return torch.ops.w8a8.add_rms_norm_quantize(x, residual, weight, eps, weight_offset)
+
+
+def silu_mul_quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantize` of `silu(x[:, :K]) * x[:, K:]`, in one kernel on a GPU; the rounding is in `silu_mul_reference`.
+
+    Args:
+        x: [M, 2K], bf16, fp16 or fp32; rows of any stride; M and K from 0.
+
+    Returns:
+        codes [M, K] int8 and scale [M, 1] fp32.
+
+    Raises:
+        ValueError: x has another rank or dtype, or an odd number of columns.
+    """
+    if x.dim() != 2 or x.dtype not in ACTIVATION_DTYPES or x.shape[1] % 2:
+        raise ValueError(
+            f"silu_mul_quantize: got x of shape {tuple(x.shape)} and dtype {x.dtype}, expected [M, 2K] in bf16, fp16 or fp32"
+        )
+    return torch.ops.w8a8.silu_mul_quantize(x)
+
+
+def _check_norm(op: str, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor) -> None:
+    if x.dim() != 2 or x.dtype not in ACTIVATION_DTYPES or x.shape[1] == 0:
+        raise ValueError(
+            f"{op}: got x of shape {tuple(x.shape)} and dtype {x.dtype}, expected [M, K] with K >= 1 in bf16, fp16 or fp32"
+        )
+    if weight.shape != x.shape[1:] or weight.dtype not in ACTIVATION_DTYPES:
+        raise ValueError(
+            f"{op}: got weight of shape {tuple(weight.shape)} and dtype {weight.dtype}, expected {tuple(x.shape[1:])} in "
+            "bf16, fp16 or fp32"
+        )
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
+        raise ValueError(
+            f"{op}: got residual of shape {tuple(residual.shape)} and dtype {residual.dtype}, expected {tuple(x.shape)} and "
+            f"{x.dtype}, as x has"
+        )
 
 
 def scaled_mm(

@@ -3,13 +3,25 @@
 Nothing here touches a device; `w8a8_kernels.ops` collects the facts (`Facts`) once per device and passes them in.
 """
 
+import functools
 import os
 from dataclasses import dataclass
+
+import torch
 
 KERNEL_VARIABLE = "VLLM_W8A8_KERNEL"
 
 # tl.dot on int8 compiles to tensor-core instructions from here on; below, Triton refuses it (seen on 3.6.0 and 3.9.0).
 MIN_TRITON_CAPABILITY = (8, 0)
+
+# dp4a itself is older, but Triton compiles for nothing below.
+MIN_DP4A_CAPABILITY = (7, 0)
+
+# vLLM's CUTLASS int8 product: what it is built for, and from how many rows on it is taken before Triton. On an H200 it runs at
+# 1,384 to 1,513 TOPS from 512 rows on, the Triton kernels at 1,240 at best.
+MIN_CUTLASS_CAPABILITY, END_OF_CUTLASS_CAPABILITY = (7, 5), (10, 0)
+MIN_CUTLASS_ROWS = 256
+CUTLASS_ALIGNMENT = 16
 
 # Sums of K products of two int8 values, each at most 128 * 127 in magnitude (-128 only in foreign weights), must fit int32.
 MAX_K = (2**31 - 1) // (128 * 127)
@@ -22,22 +34,23 @@ class Facts:
     capability: tuple[int, int] | None
     has_triton: bool = False
     has_onednn: bool = False
+    has_cutlass: bool = False
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A kernel's name (`triton`, `onednn`, `torch`) and the reason why it was taken."""
+    """A kernel's name (`triton`, `cutlass`, `dp4a`, `onednn`, `torch`) and the reason why it was taken."""
 
     kernel: str
     reason: str
 
 
-def _triton_refusal(facts: Facts) -> str | None:
+def _triton_refusal(facts: Facts, need: tuple[int, int], what: str) -> str | None:
     if facts.capability is None:
         return "the Triton kernels need a GPU"
-    if facts.capability < MIN_TRITON_CAPABILITY:
-        got, need = (".".join(map(str, c)) for c in (facts.capability, MIN_TRITON_CAPABILITY))
-        return f"int8 tl.dot needs compute capability {need}, this GPU has {got}"
+    if facts.capability < need:
+        got, least = (".".join(map(str, c)) for c in (facts.capability, need))
+        return f"{what} needs compute capability {least}, this GPU has {got}"
     if not facts.has_triton:
         return "the package triton is not installed"
     return None
@@ -51,22 +64,57 @@ def _onednn_refusal(facts: Facts) -> str | None:
     return None
 
 
-def select_scaled_mm(facts: Facts, *, forced: str | None = None) -> Choice:
+def _cutlass_refusal(facts: Facts, aligned: bool, half: bool) -> str | None:
+    if facts.capability is None:
+        return "CUTLASS runs on GPUs only"
+    if facts.capability < MIN_CUTLASS_CAPABILITY or facts.capability >= END_OF_CUTLASS_CAPABILITY:
+        return "vLLM's CUTLASS int8 product is built for compute capability 7.5 to 9.0 and raises elsewhere"
+    if not facts.has_cutlass:
+        return "vLLM's CUDA build, which brings the CUTLASS int8 op, is not loaded"
+    if not aligned:
+        return f"CUTLASS needs N and K to be multiples of {CUTLASS_ALIGNMENT}"
+    if not half:
+        return "CUTLASS writes bf16 and fp16 only"
+    return None
+
+
+def select_scaled_mm(
+    facts: Facts,
+    M: int | None = None,
+    N: int | None = None,
+    K: int | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    *,
+    forced: str | None = None,
+) -> Choice:
     """Kernel for the int8 matrix product on this device.
 
     Args:
         facts: what the device offers.
+        M, N, K: rows of activations and of the weight, and their length; default: few rows and an ordinary weight.
+        out_dtype: of the result.
         forced: a kernel's name; default: the variable `VLLM_W8A8_KERNEL`, if set.
 
     Raises:
         ValueError: the forced kernel does not exist or cannot run here; the message says why.
     """
+    aligned = all(size is None or size % CUTLASS_ALIGNMENT == 0 for size in (N, K))
+    many_rows = M is not None and M >= MIN_CUTLASS_ROWS
+    return _select(facts, many_rows, aligned, out_dtype != torch.float32, forced or os.environ.get(KERNEL_VARIABLE) or None)
+
+
+@functools.cache  # asked at every call of the op: the sentences are made once
+def _select(facts: Facts, many_rows: bool, aligned: bool, half: bool, forced: str | None) -> Choice:
     candidates = {  # in order of preference: name -> (why it cannot run, why it is taken)
-        "triton": (_triton_refusal(facts), "tensor-core int8 through Triton"),
+        "triton": (_triton_refusal(facts, MIN_TRITON_CAPABILITY, "int8 tl.dot"), "tensor-core int8 through Triton"),
+        "cutlass": (_cutlass_refusal(facts, aligned, half), "vLLM's CUTLASS int8 product"),
+        "dp4a": (_triton_refusal(facts, MIN_DP4A_CAPABILITY, "Triton"), "the dp4a instruction through Triton"),
         "onednn": (_onednn_refusal(facts), "vLLM's oneDNN int8 matrix product"),
         "torch": (None, "the reference in torch"),
     }
-    forced = forced or os.environ.get(KERNEL_VARIABLE)
+    if many_rows and candidates["cutlass"][0] is None:
+        reason = f"vLLM's CUTLASS int8 product, faster from {MIN_CUTLASS_ROWS} rows on"
+        candidates = {"cutlass": (None, reason), **{k: v for k, v in candidates.items() if k != "cutlass"}}
     if forced:
         if forced not in candidates:
             raise ValueError(
@@ -89,4 +137,10 @@ def select_quantize(facts: Facts, *, forced: str | None = None) -> Choice:
     choice = select_scaled_mm(facts, forced=forced)
     if choice.kernel == "onednn":
         return Choice("torch", "oneDNN only multiplies; the quantizer in torch")
+    if choice.kernel in ("dp4a", "cutlass"):
+        # The quantizer has no tl.dot, so it runs wherever Triton does.
+        refusal = _triton_refusal(facts, MIN_DP4A_CAPABILITY, "Triton")
+        if refusal is not None:
+            return Choice("torch", f"the quantizer in torch; not triton: {refusal}")
+        return Choice("triton", f"one pass over each row; the product: {choice.reason}")
     return choice

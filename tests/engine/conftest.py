@@ -29,7 +29,10 @@ def smollm2_gguf() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Folder of SmolLM2 in a format. `bf16` comes from the GGUF, the int8 formats from that, so that all have one source."""
+    """Folder of SmolLM2 in a format, `w8a8 with lm_head` among them.
+
+    `bf16` comes from the GGUF, the int8 formats from that, so that all have one source.
+    """
     from w8a8_converters.convert import convert
 
     root = tmp_path_factory.mktemp("smollm2")
@@ -38,7 +41,8 @@ def smollm2(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Cal
     def folder(format: str) -> Path:
         if format not in done:
             source = smollm2_gguf if format == "bf16" else folder("bf16")
-            convert(source, root / format, format=format)
+            name, _, lm_head = format.partition(" with ")
+            convert(source, root / format, format=name, quantize_lm_head=lm_head == "lm_head")
             done[format] = root / format
         return done[format]
 

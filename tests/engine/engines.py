@@ -67,7 +67,8 @@ def run_engine(
     Args:
         model: checkpoint folder.
         prompts: token ids.
-        engine: arguments of `vllm.LLM` beside the model; eager mode unless it says otherwise.
+        engine: arguments of `vllm.LLM` beside the model; unless it says otherwise, eager mode, and one prompt at a time: when
+            requests meet in a batch depends on timing, and a batch's shape moves bf16 results by more than 1e-3.
         sampling: arguments of `SamplingParams`; default: one token, the prompt's log-probabilities with the top 20.
         env: variables added to the environment.
 
@@ -75,7 +76,8 @@ def run_engine(
         EngineFailed: it ended with an error.
     """
     job = {
-        "engine": {"model": str(model), "enforce_eager": True, "max_model_len": 512, "seed": 0} | (engine or {}),
+        "engine": {"model": str(model), "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 1, "seed": 0}
+        | (engine or {}),
         "prompts": prompts,
         "sampling": sampling or {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 20},
     }
@@ -92,7 +94,7 @@ def run_engine(
             cwd=tmp,
         )
         if done.returncode != 0 or not result_file.exists():
-            raise EngineFailed(done.stdout[-12000:])
+            raise EngineFailed(f"exit status {done.returncode}\n{done.stdout[-12000:]}")
         results = json.loads(result_file.read_text())
     return Run([answer(prompt, result) for prompt, result in zip(prompts, results, strict=True)], done.stdout)
 
@@ -110,7 +112,8 @@ def engine_environment() -> dict[str, str]:
     kept = {
         k: v for k, v in os.environ.items() if not k.startswith(("TRITON_INTERPRET", "VLLM_W8A8", "VLLM_PLUGINS", "PYTEST"))
     }
-    return kept | {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    settings = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    return kept | settings | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 def mean_kl(reference: Run, other: Run) -> float:

@@ -2,9 +2,17 @@
 
 from pathlib import Path
 
+RESIDUAL = ("o_proj.weight", "down_proj.weight")
 
-def random_qwen3(out: Path, **sizes) -> Path:
-    """Write a random Qwen3 whose weights keep activations of ordinary size and whose predictions are far from uniform."""
+
+def random_qwen3(out: Path, *, residual_gain: float = 1.0, **sizes) -> Path:
+    """Write a random Qwen3 whose weights keep activations of ordinary size and whose predictions are far from uniform.
+
+    Args:
+        out: folder to make.
+        residual_gain: scale of what o_proj and down_proj add to the residual stream.
+        sizes: arguments of `Qwen3Config`.
+    """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -13,7 +21,7 @@ def random_qwen3(out: Path, **sizes) -> Path:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 2:
-                gain = 4.0 if "lm_head" in name else 1.0
+                gain = 4.0 if "lm_head" in name else residual_gain if name.endswith(RESIDUAL) else 1.0
                 parameter.normal_(std=gain / parameter.shape[1] ** 0.5)
         model.model.embed_tokens.weight.normal_(std=1.0)
     model.to(torch.bfloat16).save_pretrained(out)

@@ -11,6 +11,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 
 # Qwen3-0.6B's layer.
 LAYER = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+# GPT-2's initialization: each layer adds its share of the whole model's output to the residual stream.
+RESIDUAL_GAIN = (2 * 28) ** -0.5
 STEPS = 8
 
 
@@ -20,7 +22,9 @@ def one_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from safetensors.torch import load_file, save_file
 
     hidden = LAYER["hidden_size"]
-    folder = random_qwen3(tmp_path_factory.mktemp("gpu") / "layer", num_hidden_layers=1, vocab_size=hidden, **LAYER)
+    folder = random_qwen3(
+        tmp_path_factory.mktemp("gpu") / "layer", residual_gain=RESIDUAL_GAIN, num_hidden_layers=1, vocab_size=hidden, **LAYER
+    )
     file = folder / "model.safetensors"
     weights = load_file(file)
     weights["lm_head.weight"] = torch.eye(hidden, dtype=torch.bfloat16)
@@ -60,21 +64,17 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def test_layer_output_eager_against_graphs(one_layer: Path) -> None:
-    """With the norm's and the activation's kernels the same in both modes, compile and CUDA graphs change nothing.
+    """As served by default: Inductor, fusion of norms into the quantizer, CUDA graphs.
 
-    By default Inductor computes these in fp32 where eager mode rounds to bf16 in between. Such last-bit changes before a
-    quantizer move some codes by one; they must matter less than quantization itself does.
+    Eager mode and graphs differ in the last bit of attention and, unfused, of the norms; each such bit before a quantizer can
+    move a code by one.
     """
     eager = layer_outputs(one_layer, quantization="w8a8", enforce_eager=True)
-    graphs = layer_outputs(one_layer, quantization="w8a8", enforce_eager=False, compilation_config={"custom_ops": ["all"]})
-    default = layer_outputs(one_layer, quantization="w8a8", enforce_eager=False)
+    graphs = layer_outputs(one_layer, quantization="w8a8", enforce_eager=False)
     unquantized = layer_outputs(one_layer, enforce_eager=True)
-    print(
-        f"relative L2 from eager: graphs with eager's norms {distance(eager, graphs):.2e}, "
-        f"default graphs {distance(eager, default):.2e}, unquantized {distance(eager, unquantized):.2e}"
-    )
+    print(f"relative L2 from eager: graphs {distance(eager, graphs):.2e}, unquantized {distance(eager, unquantized):.2e}")
     assert distance(eager, graphs) <= 1e-2
-    assert distance(eager, default) < distance(eager, unquantized)
+    assert distance(eager, graphs) < distance(eager, unquantized), "graphs change more than quantization does"
 
 
 def test_qwen3_0_6b_shapes_generate(tmp_path: Path) -> None:
@@ -106,6 +106,7 @@ def test_qwen3_0_6b_shapes_generate(tmp_path: Path) -> None:
             "load_format": "dummy",
             "gpu_memory_utilization": 0.3,
             "max_model_len": 1024,
+            "max_num_seqs": 64,
         },
         sampling={"max_tokens": 16, "temperature": 0.0, "ignore_eos": True, "detokenize": False},
     )

@@ -14,6 +14,10 @@ if not HAS_GPU:
 POISON = {torch.int8: -128, torch.int32: 0x5A5A5A5A, torch.float32: 12345.0, torch.bfloat16: 12352.0, torch.float16: 12344.0}
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--aot-full", action="store_true", help="compile the full product of kernels and targets (an hour)")
+
+
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda" if HAS_GPU else "cpu")

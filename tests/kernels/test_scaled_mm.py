@@ -47,9 +47,10 @@ def triton_mm(args: tuple, out_dtype: torch.dtype, tile_name: str = "default") -
     tile = {
         "default": None,
         "split-4": split_k.Tile(16, 32, 64, num_warps=4, num_stages=2, split_k=4),
+        "swap": split_k.Tile(16, 64, 64, num_warps=4, num_stages=2, split_k=2, swap=True),
         "wide": split_k.Tile(64, 64, 64, num_warps=4, num_stages=2),
     }[tile_name]
-    return split_k.scaled_mm_split_k(*args, out_dtype, num_sms=132, tile=tile)
+    return split_k.scaled_mm_split_k(*args, out_dtype, num_sms=132, capability=(9, 0), tile=tile)
 
 
 @pytest.mark.parametrize(("M", "N", "K"), SMALL)
@@ -73,7 +74,7 @@ def test_reference_rounds_once(M: int, N: int, K: int, out_dtype: torch.dtype, b
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("tile", ["default", "split-4", "wide"])
+@pytest.mark.parametrize("tile", ["default", "split-4", "swap", "wide"])
 @pytest.mark.parametrize(("M", "N", "K"), SMALL)
 def test_triton_rounds_once(M: int, N: int, K: int, tile: str, bias: bool, device: torch.device) -> None:
     # The interpreter truncates when it casts to bf16 (seen on 3.6.0 and 3.9.0); hardware rounds to nearest even.
@@ -98,7 +99,9 @@ def test_split_does_not_change_a_bit(split_k: int, device: torch.device) -> None
     module = pytest.importorskip("w8a8_kernels.scaled_mm.split_k")
     args = operands(17, 70, 777, torch.bfloat16, device, bias=True)
     got = [
-        module.scaled_mm_split_k(*args, torch.bfloat16, num_sms=1, tile=module.Tile(16, 32, 64, 4, 2, split_k=s))
+        module.scaled_mm_split_k(
+            *args, torch.bfloat16, num_sms=1, capability=(9, 0), tile=module.Tile(16, 32, 64, 4, 2, split_k=s)
+        )
         for s in (1, split_k)
     ]
     assert same_bits(got[0], got[1])

@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 from w8a8_kernels.select import Facts, select_quantize, select_scaled_mm
 
@@ -12,8 +13,12 @@ def gpu(major: int, minor: int, has_triton: bool = True) -> Facts:
 @pytest.mark.parametrize(
     ("facts", "product", "quantizer", "because"),
     [
-        (gpu(7, 0), "torch", "torch", "needs compute capability 8.0, this GPU has 7.0"),
-        (gpu(7, 5), "torch", "torch", "needs compute capability 8.0, this GPU has 7.5"),
+        *[
+            (gpu(*c), "dp4a", "triton", f"not triton: int8 tl.dot needs compute capability 8.0, this GPU has {c[0]}.{c[1]}")
+            for c in ((7, 0), (7, 2), (7, 5))
+        ],
+        (gpu(6, 1), "torch", "torch", "not dp4a: Triton needs compute capability 7.0, this GPU has 6.1"),
+        (gpu(7, 5, has_triton=False), "torch", "torch", "not dp4a: the package triton is not installed"),
         *[
             (gpu(*c), "triton", "triton", "tensor-core")
             for c in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1))
@@ -31,6 +36,45 @@ def test_default_choice(facts: Facts, product: str, quantizer: str, because: str
     assert select_quantize(facts).kernel == quantizer
 
 
+def with_cutlass(major: int, minor: int) -> Facts:
+    return Facts((major, minor), has_triton=True, has_cutlass=True)
+
+
+@pytest.mark.parametrize(
+    ("facts", "M", "N", "K", "dtype", "kernel"),
+    [
+        (with_cutlass(9, 0), 255, 4096, 4096, torch.bfloat16, "triton"),
+        (with_cutlass(9, 0), 256, 4096, 4096, torch.bfloat16, "cutlass"),
+        (with_cutlass(8, 0), 8192, 4096, 4096, torch.float16, "cutlass"),
+        (with_cutlass(9, 0), 8192, 4100, 4096, torch.bfloat16, "triton"),
+        (with_cutlass(9, 0), 8192, 4096, 4097, torch.bfloat16, "triton"),
+        (with_cutlass(9, 0), 8192, 4096, 4096, torch.float32, "triton"),
+        (gpu(9, 0), 8192, 4096, 4096, torch.bfloat16, "triton"),
+        (with_cutlass(7, 5), 1, 4096, 4096, torch.float16, "cutlass"),
+        (with_cutlass(7, 5), 1, 4097, 4096, torch.float16, "dp4a"),
+        (with_cutlass(7, 0), 8192, 4096, 4096, torch.float16, "dp4a"),
+        *[
+            (with_cutlass(*c), 8192, 4096, 4096, torch.bfloat16, "triton")
+            for c in ((10, 0), (10, 3), (11, 0), (12, 0), (12, 1))
+        ],
+    ],
+)
+def test_cutlass_where_it_runs_and_wins(
+    facts: Facts, M: int, N: int, K: int, dtype: torch.dtype, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_W8A8_KERNEL", raising=False)
+    assert select_scaled_mm(facts, M, N, K, dtype).kernel == kernel
+    assert select_quantize(facts).kernel == "triton"
+
+
+@pytest.mark.parametrize(
+    "capability", [(7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1)]
+)
+def test_dp4a_can_be_forced_on_any_gpu(capability: tuple[int, int]) -> None:
+    assert select_scaled_mm(gpu(*capability), forced="dp4a").kernel == "dp4a"
+    assert select_quantize(gpu(*capability), forced="dp4a").kernel == "triton"
+
+
 def test_forced_by_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_W8A8_KERNEL", "torch")
     assert select_scaled_mm(gpu(9, 0)).kernel == "torch"
@@ -43,9 +87,15 @@ def test_forced_by_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (gpu(7, 5), "triton", "cannot run here: int8 tl.dot needs compute capability 8.0"),
         (CPU, "triton", "the Triton kernels need a GPU"),
+        (CPU, "cutlass", "CUTLASS runs on GPUs only"),
+        (gpu(9, 0), "cutlass", "brings the CUTLASS int8 op, is not loaded"),
+        (with_cutlass(12, 0), "cutlass", "built for compute capability 7.5 to 9.0 and raises elsewhere"),
+        (CPU, "dp4a", "the Triton kernels need a GPU"),
+        (gpu(6, 1), "dp4a", "Triton needs compute capability 7.0, this GPU has 6.1"),
+        (gpu(9, 0, has_triton=False), "dp4a", "the package triton is not installed"),
         (CPU, "onednn", "is not loaded"),
         (gpu(9, 0), "onednn", "CPUs only"),
-        (gpu(9, 0), "tritn", "no such kernel. Known: triton, onednn, torch"),
+        (gpu(9, 0), "tritn", "no such kernel. Known: triton, cutlass, dp4a, onednn, torch"),
     ],
 )
 def test_forced_fails_loudly(facts: Facts, forced: str, message: str) -> None:

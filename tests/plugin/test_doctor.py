@@ -23,7 +23,7 @@ def test_reports_and_passes() -> None:
     ("variable", "value", "problem"),
     [
         ("VLLM_PLUGINS", "lora_resolver", "leaves the plugin out: add 'w8a8' to it or unset it"),
-        ("VLLM_W8A8_KERNEL", "fastest", "no such kernel. Known: triton, onednn, torch"),
+        ("VLLM_W8A8_KERNEL", "fastest", "no such kernel. Known: triton, cutlass, dp4a, onednn, torch"),
     ],
 )
 def test_names_what_must_be_mended(variable: str, value: str, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:

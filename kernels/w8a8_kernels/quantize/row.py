@@ -1,79 +1,217 @@
-"""Triton quantizer, one program per row: a first pass takes the absolute maximum, a second writes the codes."""
+"""Triton quantizer: a program reads one or several rows once, finds their scales and writes their codes.
+
+Rows that do not fit registers (`MAX_BLOCK_BYTES`) are read a second time, from L2. The fused quantizers share the device
+functions here with the plain one, so that equal rows give equal codes.
+"""
 
 import torch
 import triton
 import triton.language as tl
 
-# Rows up to this length stay in registers between the two passes; longer ones are read twice (the second time from L2).
-MAX_BLOCK_K = 8192
+from w8a8_kernels.quantize.config import QuantizeConfig, quantize_config
 
-# Adding and subtracting 1.5 * 2^23 rounds an fp32 of magnitude below 2^22 to the nearest integer, ties to even, on every
-# target and in the interpreter, where libdevice.rint does not exist.
+# Added to an fp32 of magnitude below 2^22, 1.5 * 2^23 rounds it to the nearest integer, ties to even, on every target and in
+# the interpreter, where libdevice.rint does not exist; the integer is then the low bits of the sum.
 ROUND_MAGIC = tl.constexpr(12582912.0)
 
+# Bits of fp32: infinity; the whole significand; what a significand of more than 4 bits sets at least one of.
+INF_BITS = tl.constexpr(0x7F800000)
+SIGNIFICAND_BITS = tl.constexpr(0x7FFFFF)
+LONG_SIGNIFICAND_BITS = tl.constexpr(0xFFFFF)
+
+# Below this scale (2^-100) reciprocals and their products could leave the normal range of fp32.
+MIN_RECIPROCAL_SCALE = tl.constexpr(7.888609052210118e-31)
+
+# 1 +- 2^-20.
+NUDGE_UP = tl.constexpr(1.00000095367431640625)
+NUDGE_DOWN = tl.constexpr(0.99999904632568359375)
+
+# Triton's interpreter cuts fp32 to bf16 (3.6.0 and 3.9.0), where a GPU rounds.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
 
 @triton.jit
-def _encode(b_x, scale, finite):
-    b_q = tl.div_rn(b_x, scale)
-    b_q = tl.minimum(tl.maximum(b_q, -127.0), 127.0)
-    b_q = (b_q + ROUND_MAGIC) - ROUND_MAGIC
-    return tl.where(finite, b_q, 0.0).to(tl.int8)
+def round_to(b_x, dtype: tl.constexpr):
+    """b_x, fp32, rounded to `dtype`, ties to even."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        b_bits = b_x.to(tl.int32, bitcast=True)
+        b_bits = (b_bits + 0x7FFF + ((b_bits >> 16) & 1)) & -0x10000
+        b_x = tl.where(b_x == b_x, b_bits.to(tl.float32, bitcast=True), b_x)
+    return b_x.to(dtype)
 
 
 @triton.jit
-def _amax(b_x):
-    # Hardware maxima drop NaN: a value that is not below inf counts as inf.
-    b_abs = tl.abs(b_x)
-    return tl.max(tl.where(b_abs < float("inf"), b_abs, float("inf")), axis=0)
+def tile_offsets(M, K, k_start, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Rows [ROWS, 1] int64, columns [1, BLOCK_K] and mask [ROWS, BLOCK_K] of this program's tile that begins at `k_start`."""
+    o_m = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    o_k = k_start + tl.arange(0, BLOCK_K)[None, :]
+    return o_m, o_k, (o_m < M) & (o_k < K)
 
 
-@triton.jit(do_not_specialize=["x_row_stride"])
-def quantize_row_kernel(codes_ptr, scale_ptr, x_ptr, K, x_row_stride, BLOCK_K: tl.constexpr, ONE_BLOCK: tl.constexpr):
-    """One row of x [M, K] to codes [M, K] int8 and scale [M] fp32; see `quantize_reference`."""
-    i_m = tl.program_id(0).to(tl.int64)
-    o_k = tl.arange(0, BLOCK_K)
-    p_x = x_ptr + i_m * x_row_stride
-    p_codes = codes_ptr + i_m * K
+@triton.jit
+def amax_bits(b_x, HADAMARD: tl.constexpr):
+    """Greatest magnitude of each row of b_x [ROWS, BLOCK_K], as the bits of an fp32 [ROWS]."""
+    # Here a row is final: a block-wise Hadamard transform would be applied to b_x, before its maximum and its codes.
+    tl.static_assert(HADAMARD == 0, "the Hadamard transform is not implemented")
+    # As integers, magnitudes order as they do as floats, and NaN lies above inf instead of being dropped.
+    return tl.max(b_x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
 
-    if ONE_BLOCK:
-        b_x = tl.load(p_x + o_k, mask=o_k < K, other=0.0).to(tl.float32)
-        amax = _amax(b_x)
+
+@triton.jit
+def row_scale(b_amax_bits):
+    """Scale fp32 [ROWS], and whether the row is free of NaN and inf."""
+    b_scale = tl.div_rn(b_amax_bits.to(tl.float32, bitcast=True), 127.0)
+    return tl.where(b_scale == 0.0, 1.0, b_scale), b_amax_bits < INF_BITS
+
+
+@triton.jit
+def row_reciprocal(b_amax_bits, b_scale, b_finite, DIVIDE: tl.constexpr):
+    """Factor [ROWS] with which `encode` may multiply instead of dividing by `b_scale`, and whether it may for all rows.
+
+    An IEEE division is a dozen instructions and a branch; one multiplication per element gives the same codes, because x and
+    amax are bf16 or fp16, that is, have p <= 11 significant bits. Write |x| = X 2^a and amax = A 2^(a+d) with integers X and A
+    of p bits, d >= 0, and t = 127 |x| / amax, the code before rounding. For an integer n,
+
+        t - (n + 1/2) = (254 X - (2n + 1) A 2^d) / (2 A 2^d)
+
+    is either 0 or at least 1 / (2 A 2^d) = t / (254 X) > t 2^-19 in magnitude. The reference rounds RN(|x| / scale), with
+    scale = RN(amax / 127): within t 2^-22 of t. The product with a factor within 2^-20 + 2^-23 (relative) of 1 / scale is
+    within t 2^-19.5 of t, whether it is rounded to fp32 or the compiler contracts it with the addition of ROUND_MAGIC. Both
+    give the same integer unless t is exactly n + 1/2. Then 127, a prime, divides 2n + 1 or A:
+
+    - 127 divides 2n + 1: t = 63.5 and |x| = amax / 2. What RN(amax / 2 / scale) rounds to, 63 or 64, is found once per row,
+      and the factor is 1 / scale moved by 2^-20 to the side that gives it: four times what roundings could undo.
+    - 127 divides A: scale is exact and has at most 4 significant bits. If it is a power of two, so is the factor, and the
+      product is exact, ties included. Else (never for bf16, 7 in 1024 rows for fp16) the row is divided.
+
+    NaN, inf and tiny rows are divided, too. `test_every_quotient` goes through all X, A and d.
+    """
+    if DIVIDE:
+        return b_scale, False
+    b_half = tl.div_rn(b_amax_bits.to(tl.float32, bitcast=True) * 0.5, b_scale)
+    b_scale_bits = b_scale.to(tl.int32, bitcast=True)
+    power_of_two = (b_scale_bits & SIGNIFICAND_BITS) == 0
+    b_factor = tl.div_rn(1.0, b_scale)
+    b_factor = tl.where(power_of_two, b_factor, b_factor * tl.where(b_half < 63.5, NUDGE_DOWN, NUDGE_UP))
+    long_or_exact = power_of_two | ((b_scale_bits & LONG_SIGNIFICAND_BITS) != 0)
+    multiply = b_finite & (b_scale >= MIN_RECIPROCAL_SCALE) & long_or_exact
+    return b_factor, tl.min(multiply.to(tl.int32), axis=0) != 0
+
+
+@triton.jit
+def encode(b_x, b_scale, b_finite, b_factor, multiply):
+    """Codes int8 of b_x [ROWS, BLOCK_K]; the other arguments come from `row_scale` and `row_reciprocal`."""
+    b_x = b_x.to(tl.float32)
+    if multiply:
+        # No clamp: |x| <= amax, so that the product is at most 127 (1 + 2^-19).
+        b_sum = b_x * b_factor[:, None] + ROUND_MAGIC
+        b_codes = b_sum.to(tl.int32, bitcast=True).to(tl.int8)
     else:
-        amax = 0.0
-        for i_k in range(0, K, BLOCK_K):
-            b_x = tl.load(p_x + i_k + o_k, mask=i_k + o_k < K, other=0.0).to(tl.float32)
-            amax = tl.maximum(amax, _amax(b_x))
+        b_q = tl.div_rn(b_x, b_scale[:, None])
+        b_q = tl.minimum(tl.maximum(b_q, -127.0), 127.0)
+        b_q = tl.where(b_finite[:, None], b_q, 0.0) + ROUND_MAGIC
+        b_codes = b_q.to(tl.int32, bitcast=True).to(tl.int8)
+    return b_codes
 
-    finite = amax < float("inf")
-    scale = tl.div_rn(amax, 127.0)
-    scale = tl.where(scale == 0.0, 1.0, scale)
 
+@triton.jit
+def store_scale(scale_ptr, b_scale, b_finite, M, ROWS: tl.constexpr):
+    o_m = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    tl.store(scale_ptr + o_m, tl.where(b_finite, b_scale, float("nan")), mask=o_m < M)
+
+
+@triton.jit(do_not_specialize=["M"])
+def quantize_row_kernel(
+    codes_ptr,
+    scale_ptr,
+    x_ptr,
+    M,
+    K,
+    x_row_stride,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    LAUNCH_DEPENDENTS: tl.constexpr,
+):
+    """ROWS rows of x [M, K] to codes [M, K] int8 and scale [M] fp32; see `quantize_reference`.
+
+    LAUNCH_DEPENDENTS lets a kernel that was launched for it start before this one ends: it waits before it reads the codes.
+    """
+    if LAUNCH_DEPENDENTS:
+        tl.extra.cuda.gdc_launch_dependents()
+    DIVIDE: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     if ONE_BLOCK:
-        tl.store(p_codes + o_k, _encode(b_x, scale, finite), mask=o_k < K)
+        o_m, o_k, mask = tile_offsets(M, K, 0, ROWS, BLOCK_K)
+        b_x = tl.load(x_ptr + o_m * x_row_stride + o_k, mask=mask, other=0.0)
+        b_amax = amax_bits(b_x, HADAMARD)
+    else:
+        b_amax = tl.zeros([ROWS], dtype=tl.int32)
+        for i_k in range(0, K, BLOCK_K):
+            o_m, o_k, mask = tile_offsets(M, K, i_k, ROWS, BLOCK_K)
+            b_x = tl.load(x_ptr + o_m * x_row_stride + o_k, mask=mask, other=0.0)
+            b_amax = tl.maximum(b_amax, amax_bits(b_x, HADAMARD))
+
+    b_scale, b_finite = row_scale(b_amax)
+    b_factor, multiply = row_reciprocal(b_amax, b_scale, b_finite, DIVIDE)
+    if ONE_BLOCK:
+        tl.store(codes_ptr + o_m * K + o_k, encode(b_x, b_scale, b_finite, b_factor, multiply), mask=mask)
     else:
         for i_k in range(0, K, BLOCK_K):
-            b_x = tl.load(p_x + i_k + o_k, mask=i_k + o_k < K, other=0.0).to(tl.float32)
-            tl.store(p_codes + i_k + o_k, _encode(b_x, scale, finite), mask=i_k + o_k < K)
-    tl.store(scale_ptr + i_m, tl.where(finite, scale, float("nan")))
+            o_m, o_k, mask = tile_offsets(M, K, i_k, ROWS, BLOCK_K)
+            b_x = tl.load(x_ptr + o_m * x_row_stride + o_k, mask=mask, other=0.0)
+            tl.store(codes_ptr + o_m * K + o_k, encode(b_x, b_scale, b_finite, b_factor, multiply), mask=mask)
+    store_scale(scale_ptr, b_scale, b_finite, M, ROWS)
 
 
-def quantize_row(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch `quantize_row_kernel` on x [M, K] (rows of any stride); same result as `quantize_reference`."""
-    if x.stride(-1) != 1:
-        x = x.contiguous()
+def unit_rows(x: torch.Tensor) -> torch.Tensor:
+    """x [M, K] with neighbouring elements side by side: copied only where they are not."""
+    return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
+
+
+def row_stride(x: torch.Tensor) -> int:
+    """Elements from one row of x [M, K] to the next. A lone row's stride is arbitrary and must not choose a variant."""
+    return x.stride(0) if x.shape[0] > 1 else x.shape[1]
+
+
+def empty_codes(M: int, K: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Unwritten codes [M, K] int8 and scale [M, 1] fp32."""
+    return (
+        torch.empty((M, K), dtype=torch.int8, device=device),
+        torch.empty((M, 1), dtype=torch.float32, device=device),
+    )
+
+
+def quantize_row(
+    x: torch.Tensor, *, config: QuantizeConfig | None = None, launch_dependents: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize every row of `x` in one pass; the same bits as `quantize_reference`.
+
+    Args:
+        x: [M, K], bf16, fp16 or fp32; rows of any stride (other columns than neighbouring ones are copied first).
+        config: tile; default: `quantize_config`.
+        launch_dependents: lets a following kernel that asks for it start early. Needs compute capability 9.0.
+
+    Returns:
+        codes [M, K] int8 and scale [M, 1] fp32.
+    """
+    x = unit_rows(x)
     M, K = x.shape
-    codes = torch.empty((M, K), dtype=torch.int8, device=x.device)
-    scale = torch.empty((M, 1), dtype=torch.float32, device=x.device)
+    config = config or quantize_config(M, K, x.dtype)
+    codes, scale = empty_codes(M, K, x.device)
     if M > 0:
-        block_k = min(max(triton.next_power_of_2(K), 32), MAX_BLOCK_K)
-        quantize_row_kernel[(M,)](
+        quantize_row_kernel[(triton.cdiv(M, config.rows),)](
             codes,
             scale,
             x,
+            M,
             K,
-            x.stride(0),
-            BLOCK_K=block_k,
-            ONE_BLOCK=block_k >= K,
-            num_warps=8 if block_k >= 4096 else 4,
+            row_stride(x),
+            ROWS=config.rows,
+            BLOCK_K=config.block_k,
+            ONE_BLOCK=config.block_k >= K,
+            HADAMARD=0,
+            LAUNCH_DEPENDENTS=launch_dependents,
+            num_warps=config.num_warps,
         )
     return codes, scale

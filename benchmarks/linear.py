@@ -1,0 +1,160 @@
+"""One W8A8 linear layer, quantization included, against bf16 and vLLM's int8 kernels, in microseconds.
+
+Run: python benchmarks/linear.py [--compare FILE]
+
+The kernels' GPU tests must pass first. Times are those of CUDA graphs over rotating weights, together over four times the L2.
+`limit_us` is the larger of bytes at the measured copy bandwidth and operations at 1,979 TOPS. Writes
+benchmarks/results/linear-<gpu>-<date>.json.
+"""
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from gpu_timing import MIN_CALLS, RESULTS, ROOT, copy_bandwidth, graph_us, provenance
+
+sys.path.insert(0, str(ROOT / "kernels"))
+
+import w8a8_kernels
+
+SHAPES = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (57344, 8192), (6144, 1024), (1024, 3072))
+BATCH_SIZES = (1, 16, 64, 128, 512, 2048, 8192)
+INT8_OPS_PER_S = 1979e12  # dense, NVIDIA's datasheet of the H100 and H200 SXM
+DTYPE = torch.bfloat16
+
+# x [M, K], weight [N, K] int8, weight_scale [N, 1], weight [N, K] bf16.
+Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def ours(o: Operands) -> torch.Tensor:
+    return w8a8_kernels.int8_linear(o[0], o[1], o[2])
+
+
+def bf16(o: Operands) -> torch.Tensor:
+    return torch.nn.functional.linear(o[0], o[3])
+
+
+def vllm_peers() -> dict[str, Callable[[Operands], torch.Tensor]]:
+    """vLLM's CUTLASS and Triton int8 products, each with vLLM's quantizer."""
+    try:
+        from vllm import _custom_ops as ops
+        from vllm.model_executor.layers.quantization.compressed_tensors.triton_scaled_mm import triton_scaled_mm
+        from vllm.platforms import current_platform
+    except ImportError as error:
+        print(f"vLLM is not here ({error}): bf16 is the only peer")
+        return {}
+    current_platform.import_kernels()
+
+    def cutlass(o: Operands) -> torch.Tensor:
+        x, x_scale, _ = ops.scaled_int8_quant(o[0])
+        return ops.cutlass_scaled_mm(x, o[1].t(), x_scale, o[2].view(1, -1), DTYPE)
+
+    def vllm_triton(o: Operands) -> torch.Tensor:
+        x, x_scale, _ = ops.scaled_int8_quant(o[0])
+        return triton_scaled_mm(x, o[1].t(), x_scale, o[2], DTYPE)
+
+    return {"cutlass": cutlass, "vllm_triton": vllm_triton}
+
+
+def gate() -> None:
+    """The kernels' GPU tests; no figure without them."""
+    tests = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", str(ROOT / "tests" / "kernels")]
+    done = subprocess.run(tests, capture_output=True, text=True, check=False, cwd=ROOT)
+    print(done.stdout.strip().splitlines()[-1])
+    if done.returncode != 0:
+        raise SystemExit(f"the kernels' GPU tests fail, nothing is measured:\n{done.stdout[-3000:]}")
+
+
+def operands(M: int, N: int, K: int, copies: int) -> list[Operands]:
+    """`copies` weights, and as many inputs."""
+    result = []
+    for _ in range(copies):
+        weight = torch.randint(-127, 128, (N, K), dtype=torch.int8, device="cuda")
+        scale = torch.rand(N, 1, device="cuda") / (127 * K**0.5)
+        result.append((torch.randn(M, K, dtype=DTYPE, device="cuda"), weight, scale, weight.to(DTYPE)))
+    return result
+
+
+def measure(M: int, N: int, K: int, peers: dict[str, Callable[[Operands], torch.Tensor]], bandwidth: float) -> dict:
+    """One cell of the result."""
+    l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
+    copies = max(2, -(-4 * l2_bytes // (N * K)))
+    sets = operands(M, N, K, copies)
+    # Large products are far longer than a launch.
+    n_calls = max(MIN_CALLS if M * N * K < 2**36 else 4, copies)
+    bytes_moved = N * K + 4 * N + M * (2 * K + 2 * N)
+    limit_us = max(bytes_moved / bandwidth, 2 * M * N * K / INT8_OPS_PER_S) * 1e6
+    times = {
+        name: round(graph_us([lambda o=sets[i % copies], run=run: run(o) for i in range(n_calls)]), 3)
+        for name, run in {"ours": ours, "bf16": bf16, **peers}.items()
+    }
+    return {"N": N, "K": K, "M": M, "limit_us": round(limit_us, 3), "us": times}
+
+
+def best_peer(cell: dict) -> tuple[str, float]:
+    """Name and time of the fastest peer."""
+    return min(((name, us) for name, us in cell["us"].items() if name != "ours"), key=lambda item: item[1])
+
+
+def ratio(cell: dict) -> float:
+    """Our time over the best peer's."""
+    return cell["us"]["ours"] / best_peer(cell)[1]
+
+
+def geometric_mean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def show(cell: dict, before: dict[tuple[int, int, int], dict]) -> None:
+    key = cell["N"], cell["K"], cell["M"]
+    columns = "  ".join(f"{name} {us:8.2f}" for name, us in cell["us"].items())
+    change = f"  before {before[key]['us']['ours']:8.2f}" if key in before else ""
+    print(
+        f"{key[0]:6} {key[1]:6} {key[2]:6}  limit {cell['limit_us']:8.2f}  {columns}  ratio {ratio(cell):5.3f}{change}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=BATCH_SIZES, help="M")
+    parser.add_argument("--compare", type=Path, help="an earlier result")
+    parser.add_argument("--out", type=Path, help="instead of benchmarks/results/linear-<gpu>-<date>.json")
+    parser.add_argument("--commit", help="where the source tree has no git history")
+    args = parser.parse_args()
+    gate()
+    before = {}
+    if args.compare is not None:
+        before = {(c["N"], c["K"], c["M"]): c for c in json.loads(args.compare.read_text())["cells"]}
+    peers = vllm_peers()
+    bandwidth = copy_bandwidth()
+    head = provenance(args.commit)
+    print(f"{head['gpu']}, copies move {bandwidth / 1e12:.2f} TB/s; microseconds, quantization included")
+    cells = []
+    for N, K in SHAPES:
+        for M in args.batch_sizes:
+            cells.append(measure(M, N, K, peers, bandwidth))
+            show(cells[-1], before)
+    for label, chosen in (
+        ("M <= 128", [c for c in cells if c["M"] <= 128]),
+        ("M >= 512", [c for c in cells if c["M"] >= 512]),
+    ):
+        if chosen:
+            worst = max(chosen, key=ratio)
+            print(
+                f"{label}: geometric mean of ours over the best peer {geometric_mean([ratio(c) for c in chosen]):.3f}, worst "
+                f"{ratio(worst):.3f} at N {worst['N']}, K {worst['K']}, M {worst['M']} against {best_peer(worst)[0]}"
+            )
+    gpu = head["gpu"].lower().replace(" ", "-")
+    out = args.out or RESULTS / f"linear-{gpu}-{head['date'][:10]}.json"
+    out.write_text(json.dumps(head | {"copy_bytes_per_s": round(bandwidth), "cells": cells}, indent=1) + "\n")
+    print(json.dumps({"result": str(out)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""Triton RMSNorm, with and without a residual, fused with the row quantizer."""
+
+import torch
+import triton
+import triton.language as tl
+
+from w8a8_kernels.quantize.config import QuantizeConfig, quantize_config
+from w8a8_kernels.quantize.row import (
+    amax_bits,
+    empty_codes,
+    encode,
+    round_to,
+    row_reciprocal,
+    row_scale,
+    row_stride,
+    store_scale,
+    tile_offsets,
+    unit_rows,
+)
+
+
+@triton.jit
+def load_sum(x_ptr, residual_ptr, o_m, o_k, mask, x_row_stride, residual_row_stride, HAS_RESIDUAL: tl.constexpr):
+    """Tile of x, or of x + residual rounded to x's dtype."""
+    b_x = tl.load(x_ptr + o_m * x_row_stride + o_k, mask=mask, other=0.0)
+    if HAS_RESIDUAL:
+        b_residual = tl.load(residual_ptr + o_m * residual_row_stride + o_k, mask=mask, other=0.0)
+        b_x = round_to(b_x.to(tl.float32) + b_residual.to(tl.float32), b_x.dtype)
+    return b_x
+
+
+@triton.jit
+def square_sum(b_x):
+    b_x = b_x.to(tl.float32)
+    return tl.sum(b_x * b_x, axis=1)
+
+
+@triton.jit
+def reciprocal_rms(b_square_sum, K, eps):
+    # Correctly rounded, unlike rsqrt, which is an approximation on a GPU: the reference gets the same bits from equal sums.
+    # K * 1.0: K is a tensor or, where it is 1, a constant, which has no `to`.
+    b_mean = tl.div_rn(b_square_sum, K * 1.0)
+    return tl.div_rn(1.0, tl.sqrt_rn(b_mean + eps))
+
+
+@triton.jit
+def normalize(b_x, b_rstd, b_weight, weight_offset):
+    """b_x * b_rstd * (b_weight + weight_offset) in fp32, rounded once, to b_x's dtype."""
+    return round_to(b_x.to(tl.float32) * b_rstd[:, None] * (b_weight.to(tl.float32) + weight_offset), b_x.dtype)
+
+
+@triton.jit(do_not_specialize=["M"])
+def rms_norm_quantize_kernel(
+    codes_ptr,
+    scale_ptr,
+    sum_ptr,
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    M,
+    K,
+    x_row_stride,
+    residual_row_stride,
+    eps,
+    weight_offset,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    LAUNCH_DEPENDENTS: tl.constexpr,
+):
+    """ROWS rows: sum [M, K] = x + residual where there is one, its norm to codes [M, K] int8 and scale [M] fp32.
+
+    See `add_rms_norm_quantize_reference`. LAUNCH_DEPENDENTS: as in `quantize_row_kernel`.
+    """
+    if LAUNCH_DEPENDENTS:
+        tl.extra.cuda.gdc_launch_dependents()
+    DIVIDE: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
+    if ONE_BLOCK:
+        o_m, o_k, mask = tile_offsets(M, K, 0, ROWS, BLOCK_K)
+        # Before the sum: loads do not move up past the barrier in it, and a row would wait for memory twice.
+        b_weight = tl.load(weight_ptr + o_k, mask=o_k < K, other=0.0)
+        b_x = load_sum(x_ptr, residual_ptr, o_m, o_k, mask, x_row_stride, residual_row_stride, HAS_RESIDUAL)
+        if HAS_RESIDUAL:
+            tl.store(sum_ptr + o_m * K + o_k, b_x, mask=mask)
+        b_y = normalize(b_x, reciprocal_rms(square_sum(b_x), K, eps), b_weight, weight_offset)
+        b_amax = amax_bits(b_y, HADAMARD)
+    else:
+        b_square_sum = tl.zeros([ROWS], dtype=tl.float32)
+        for i_k in range(0, K, BLOCK_K):
+            o_m, o_k, mask = tile_offsets(M, K, i_k, ROWS, BLOCK_K)
+            b_x = load_sum(x_ptr, residual_ptr, o_m, o_k, mask, x_row_stride, residual_row_stride, HAS_RESIDUAL)
+            if HAS_RESIDUAL:
+                tl.store(sum_ptr + o_m * K + o_k, b_x, mask=mask)
+            b_square_sum += square_sum(b_x)
+        b_rstd = reciprocal_rms(b_square_sum, K, eps)
+        b_amax = tl.zeros([ROWS], dtype=tl.int32)
+        for i_k in range(0, K, BLOCK_K):
+            o_m, o_k, mask = tile_offsets(M, K, i_k, ROWS, BLOCK_K)
+            b_x = load_sum(x_ptr, residual_ptr, o_m, o_k, mask, x_row_stride, residual_row_stride, HAS_RESIDUAL)
+            b_weight = tl.load(weight_ptr + o_k, mask=o_k < K, other=0.0)
+            b_y = normalize(b_x, b_rstd, b_weight, weight_offset)
+            b_amax = tl.maximum(b_amax, amax_bits(b_y, HADAMARD))
+
+    b_scale, b_finite = row_scale(b_amax)
+    b_factor, multiply = row_reciprocal(b_amax, b_scale, b_finite, DIVIDE)
+    if ONE_BLOCK:
+        tl.store(codes_ptr + o_m * K + o_k, encode(b_y, b_scale, b_finite, b_factor, multiply), mask=mask)
+    else:
+        for i_k in range(0, K, BLOCK_K):
+            o_m, o_k, mask = tile_offsets(M, K, i_k, ROWS, BLOCK_K)
+            b_x = load_sum(x_ptr, residual_ptr, o_m, o_k, mask, x_row_stride, residual_row_stride, HAS_RESIDUAL)
+            b_weight = tl.load(weight_ptr + o_k, mask=o_k < K, other=0.0)
+            b_y = normalize(b_x, b_rstd, b_weight, weight_offset)
+            tl.store(codes_ptr + o_m * K + o_k, encode(b_y, b_scale, b_finite, b_factor, multiply), mask=mask)
+    store_scale(scale_ptr, b_scale, b_finite, M, ROWS)
+
+
+def _launch(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    weight_offset: float,
+    config: QuantizeConfig | None,
+    launch_dependents: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    x = unit_rows(x)
+    M, K = x.shape
+    config = config or quantize_config(M, K, x.dtype, held=2)
+    codes, scale = empty_codes(M, K, x.device)
+    summed = None
+    if residual is not None:
+        residual = unit_rows(residual)
+        summed = torch.empty((M, K), dtype=x.dtype, device=x.device)
+    if M > 0:
+        rms_norm_quantize_kernel[(triton.cdiv(M, config.rows),)](
+            codes,
+            scale,
+            summed,
+            x,
+            residual,
+            weight.contiguous(),
+            M,
+            K,
+            row_stride(x),
+            0 if residual is None else row_stride(residual),
+            eps,
+            weight_offset,
+            ROWS=config.rows,
+            BLOCK_K=config.block_k,
+            ONE_BLOCK=config.block_k >= K,
+            HAS_RESIDUAL=residual is not None,
+            HADAMARD=0,
+            LAUNCH_DEPENDENTS=launch_dependents,
+            num_warps=config.num_warps,
+        )
+    return codes, scale, summed
+
+
+def rms_norm_quantize_row(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    weight_offset: float = 0.0,
+    *,
+    config: QuantizeConfig | None = None,
+    launch_dependents: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """RMSNorm of every row of `x`, quantized; see `rms_norm_quantize_reference` for the rounding.
+
+    Args:
+        x: [M, K], bf16, fp16 or fp32, K >= 1; rows of any stride. Rows of more than half of
+            `MAX_BLOCK_BYTES` are read three times.
+        weight: [K] floating.
+        eps: added to the mean of the squares.
+        weight_offset: added to the weight in fp32.
+        config, launch_dependents: as in `quantize_row`.
+
+    Returns:
+        codes [M, K] int8 and scale [M, 1] fp32.
+    """
+    codes, scale, _ = _launch(x, None, weight, eps, weight_offset, config, launch_dependents)
+    return codes, scale
+
+
+def add_rms_norm_quantize_row(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    weight_offset: float = 0.0,
+    *,
+    config: QuantizeConfig | None = None,
+    launch_dependents: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`rms_norm_quantize_row` of `x + residual`, which is returned, too.
+
+    Args:
+        x, weight, eps, weight_offset, config, launch_dependents: as in `rms_norm_quantize_row`.
+        residual: [M, K] of x's dtype; rows of any stride.
+
+    Returns:
+        codes [M, K] int8, scale [M, 1] fp32 and the sum [M, K] in x's dtype.
+    """
+    codes, scale, summed = _launch(x, residual, weight, eps, weight_offset, config, launch_dependents)
+    assert summed is not None
+    return codes, scale, summed

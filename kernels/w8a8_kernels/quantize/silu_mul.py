@@ -1,0 +1,109 @@
+"""Triton SiLU·mul fused with the row quantizer."""
+
+import torch
+import triton
+import triton.language as tl
+
+from w8a8_kernels.quantize.config import QuantizeConfig, quantize_config
+from w8a8_kernels.quantize.row import (
+    amax_bits,
+    empty_codes,
+    encode,
+    round_to,
+    row_reciprocal,
+    row_scale,
+    row_stride,
+    store_scale,
+    tile_offsets,
+    unit_rows,
+)
+
+
+@triton.jit
+def load_silu_mul(x_ptr, o_m, o_k, mask, K, x_row_stride):
+    """Tile of silu(x[:, :K]) * x[:, K:], rounded to x's dtype after the activation and after the product."""
+    p_x = x_ptr + o_m * x_row_stride + o_k
+    b_gate = tl.load(p_x, mask=mask, other=0.0)
+    b_up = tl.load(p_x + K, mask=mask, other=0.0)
+    b_g = b_gate.to(tl.float32)
+    # exp and this division are the GPU's approximations, a few units in the last place of fp32.
+    b_silu = round_to(b_g / (1.0 + tl.exp(-b_g)), b_gate.dtype)
+    return round_to(b_silu.to(tl.float32) * b_up.to(tl.float32), b_gate.dtype)
+
+
+@triton.jit(do_not_specialize=["M"])
+def silu_mul_quantize_kernel(
+    codes_ptr,
+    scale_ptr,
+    x_ptr,
+    M,
+    K,
+    x_row_stride,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    LAUNCH_DEPENDENTS: tl.constexpr,
+):
+    """ROWS rows of x [M, 2K]: SiLU·mul to codes [M, K] int8 and scale [M] fp32; see `silu_mul_quantize_reference`.
+
+    LAUNCH_DEPENDENTS: as in `quantize_row_kernel`.
+    """
+    if LAUNCH_DEPENDENTS:
+        tl.extra.cuda.gdc_launch_dependents()
+    DIVIDE: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
+    if ONE_BLOCK:
+        o_m, o_k, mask = tile_offsets(M, K, 0, ROWS, BLOCK_K)
+        b_y = load_silu_mul(x_ptr, o_m, o_k, mask, K, x_row_stride)
+        b_amax = amax_bits(b_y, HADAMARD)
+    else:
+        b_amax = tl.zeros([ROWS], dtype=tl.int32)
+        for i_k in range(0, K, BLOCK_K):
+            o_m, o_k, mask = tile_offsets(M, K, i_k, ROWS, BLOCK_K)
+            b_amax = tl.maximum(b_amax, amax_bits(load_silu_mul(x_ptr, o_m, o_k, mask, K, x_row_stride), HADAMARD))
+
+    b_scale, b_finite = row_scale(b_amax)
+    b_factor, multiply = row_reciprocal(b_amax, b_scale, b_finite, DIVIDE)
+    if ONE_BLOCK:
+        tl.store(codes_ptr + o_m * K + o_k, encode(b_y, b_scale, b_finite, b_factor, multiply), mask=mask)
+    else:
+        for i_k in range(0, K, BLOCK_K):
+            o_m, o_k, mask = tile_offsets(M, K, i_k, ROWS, BLOCK_K)
+            b_y = load_silu_mul(x_ptr, o_m, o_k, mask, K, x_row_stride)
+            tl.store(codes_ptr + o_m * K + o_k, encode(b_y, b_scale, b_finite, b_factor, multiply), mask=mask)
+    store_scale(scale_ptr, b_scale, b_finite, M, ROWS)
+
+
+def silu_mul_quantize_row(
+    x: torch.Tensor, *, config: QuantizeConfig | None = None, launch_dependents: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`silu(x[:, :K]) * x[:, K:]`, quantized; see `silu_mul_quantize_reference` for the rounding.
+
+    Args:
+        x: [M, 2K], bf16, fp16 or fp32; rows of any stride. Results of more than
+            `MAX_BLOCK_BYTES` in x's dtype take two passes over x.
+        config, launch_dependents: as in `quantize_row`.
+
+    Returns:
+        codes [M, K] int8 and scale [M, 1] fp32.
+    """
+    x = unit_rows(x)
+    M, K = x.shape[0], x.shape[1] // 2
+    config = config or quantize_config(M, K, x.dtype)
+    codes, scale = empty_codes(M, K, x.device)
+    if M > 0:
+        silu_mul_quantize_kernel[(triton.cdiv(M, config.rows),)](
+            codes,
+            scale,
+            x,
+            M,
+            K,
+            row_stride(x),
+            ROWS=config.rows,
+            BLOCK_K=config.block_k,
+            ONE_BLOCK=config.block_k >= K,
+            HADAMARD=0,
+            LAUNCH_DEPENDENTS=launch_dependents,
+            num_warps=config.num_warps,
+        )
+    return codes, scale
