@@ -3,7 +3,7 @@ export HF_HUB_OFFLINE := 1
 VENV := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format clean
+.PHONY: help setup demo test aot lint format clean
 
 help:  ## shows this
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
@@ -16,6 +16,9 @@ demo: setup  ## converts SmolLM2-135M to W8A8, serves it, asks it a question
 
 test: setup  ## runs the tests; those that need a GPU skip themselves where there is none
 	@$(VENV)/python -m pytest $(ARGS)
+
+aot: setup  ## compiles all kernels for all GPUs that they are for, without a GPU
+	@$(VENV)/python -m pytest tests/kernels/test_aot.py --aot-full $(ARGS)
 
 lint: setup  ## checks style, changes nothing
 	@$(VENV)/ruff check .

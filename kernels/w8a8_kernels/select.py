@@ -17,8 +17,10 @@ MIN_TRITON_CAPABILITY = (8, 0)
 # dp4a itself is older, but Triton compiles for nothing below.
 MIN_DP4A_CAPABILITY = (7, 0)
 
-# vLLM's CUTLASS int8 product: what it is built for, and from how many rows on it is taken before Triton. On an H200 it runs at
-# 1,384 to 1,513 TOPS from 512 rows on, the Triton kernels at 1,240 at best.
+# vLLM's CUTLASS int8 product: what it is built for, and from how many rows on it is taken before Triton. On an H200, at 512
+# to 8192 rows and two weights, it ran at 1,305 to 1,567 TOPS, a persistent Triton kernel with tensor descriptors at 1,017 to
+# 1,298 (benchmarks/results/split-k-tiles-nvidia-h200-2026-11-29.json).
+# Where between 128 and 512 rows it begins to win was not measured.
 MIN_CUTLASS_CAPABILITY, END_OF_CUTLASS_CAPABILITY = (7, 5), (10, 0)
 MIN_CUTLASS_ROWS = 256
 CUTLASS_ALIGNMENT = 16

@@ -15,7 +15,9 @@ POISON = {torch.int8: -128, torch.int32: 0x5A5A5A5A, torch.float32: 12345.0, tor
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--aot-full", action="store_true", help="compile the full product of kernels and targets (an hour)")
+    parser.addoption(
+        "--aot-full", action="store_true", help="compile the full product of kernels and targets (tens of minutes)"
+    )
 
 
 @pytest.fixture

@@ -65,7 +65,9 @@ def test_rounds_once(M: int, N: int, K: int, tile: str, bias: bool, device: torc
         args = operands(M, N, K, out_dtype, device, bias)
         got = dp4a_mm(args, out_dtype, tile)
         assert_one_rounding(got, args, out_dtype)
-        assert same_bits(got, split_k_module.scaled_mm_split_k(*args, out_dtype, num_sms=132, capability=(9, 0))), "differs from split_k"
+        assert same_bits(got, split_k_module.scaled_mm_split_k(*args, out_dtype, num_sms=132, capability=(9, 0))), (
+            "differs from split_k"
+        )
 
 
 # 8,192 steps of the tiled form take a minute in the interpreter.

@@ -160,25 +160,30 @@ def _with_stages(tile: Tile, shared_bytes: int) -> Tile:
 def default_tile(M: int, N: int, K: int, *, num_sms: int, capability: tuple[int, int]) -> Tile:
     """A tile by rule, for capability 8.0 and newer.
 
-    The numbers are the best of 392 tiles on an H200 at seven shapes of weights and M 16, 64 and 128; few rows stream the
-    weight once, in blocks small enough that every multiprocessor has one, and K is split where there are too few.
+    The numbers are the best of 392 tiles on an H200 at seven shapes of weights and M 16, 64 and 128
+    (benchmarks/results/split-k-tiles-nvidia-h200-2026-11-29.json); few rows stream the weight once, in blocks small enough
+    that every multiprocessor has one, and K is split where there are too few.
     """
     shared_bytes = SHARED_BYTES if capability in LARGE_SHARED else SMALL_SHARED_BYTES
     steps = K // 256
+    if K % 16 != 0:
+        # Rows are loaded code by code, with an address each: larger blocks spill registers.
+        return Tile(16 if M <= 16 else 32, 32, 64, num_warps=4, num_stages=2)
     if M <= 16:
-        block_n = 128 if 96 * num_sms <= N else 64
+        block_n = 128 if N >= 96 * num_sms else 64
         split_k = 4 if triton.cdiv(N, block_n) * 4 <= num_sms and steps >= 8 else 1
         return _with_stages(Tile(16, block_n, 256, num_warps=4, num_stages=6, split_k=split_k, swap=True), shared_bytes)
     if M <= 64:
-        block_n = 32 if 32 * num_sms >= N else 64 if 256 * num_sms > N else 128
+        block_n = 32 if N <= 32 * num_sms else 64 if N < 256 * num_sms else 128
         split_k = 2 if triton.cdiv(N, block_n) * 2 <= 2 * num_sms and steps >= 32 else 1
         block_k = 128 if 96 * num_sms <= N < 256 * num_sms else 256
         return _with_stages(Tile(64, block_n, block_k, num_warps=4, num_stages=5, split_k=split_k), shared_bytes)
     if M <= 128:
-        block_n = 128 if 256 * num_sms <= N else 64
+        block_n = 128 if N >= 256 * num_sms else 64
         split_k = 2 if triton.cdiv(N, block_n) * 2 <= num_sms and steps >= 8 else 1
         return _with_stages(Tile(128, block_n, 128, num_warps=4, num_stages=5, split_k=split_k), shared_bytes)
-    return _with_stages(Tile(128, 128, 128, num_warps=8, num_stages=4), shared_bytes)
+    # A mask along K takes registers: with 128 columns 16 bytes were spilled on sm_120 (Triton 3.6).
+    return _with_stages(Tile(128, 128 if K % 128 == 0 else 64, 128, num_warps=8, num_stages=4), shared_bytes)
 
 
 def scaled_mm_split_k(

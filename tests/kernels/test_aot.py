@@ -1,0 +1,119 @@
+"""Every kernel compiles for every GPU that it is chosen for, on a machine without one.
+
+`--aot-full` (`make aot`) takes the full product instead of the cases that bound it. The Triton that is installed compiles: to
+check another one, run the same line in an environment that has it.
+"""
+
+import functools
+
+import pytest
+from aot import NUM_SMS, Case, Launch, Result, compile_cases
+
+triton = pytest.importorskip("triton")
+
+TARGETS = tuple(NUM_SMS)
+
+# Shared memory that one program may have.
+KB = 1024
+MAX_SHARED = {70: 96, 75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+
+HAS_INT8_TCGEN05 = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+
+QUANTIZERS = ("quantize", "rms_norm_quantize", "add_rms_norm_quantize", "silu_mul_quantize")
+
+
+def bounding_cases() -> list[Case]:
+    """Per target the largest tiles and the most registers of each rule, K that divides into steps and K that does not."""
+    cases = []
+    for target in TARGETS:
+        dtype = "bfloat16" if target >= 80 else "float16"
+        products = [(1, 4096, 4096), (16, 1024, 4096), (64, 4096, 4096), (256, 4096, 4096), (4096, 4096, 4096)]
+        products += [(64, 1024, 4112), (4096, 4096, 4112), (16, 1024, 4100), (64, 1024, 4097), (4096, 4096, 4097)]
+        cases += [Case(target, "scaled_mm", M, K, N, dtype) for M, N, K in products]
+        # One row in latency's tile, many in bandwidth's, the longest row that stays in registers, a longer one.
+        rows = [(1, 4096), (4096, 1024), (1, 16384), (4096, 32768), (1, 40000)]
+        cases += [Case(target, op, M, K, dtype=dtype) for M, K in rows for op in QUANTIZERS]
+    # No hardware conversion to bf16; fp32 divides where other inputs multiply.
+    cases += [Case(75, "scaled_mm", M, 4096, 4096, "bfloat16") for M in (1, 4096)]
+    cases += [Case(75, op, 1, 4096, dtype="bfloat16") for op in QUANTIZERS]
+    cases += [Case(target, "quantize", 4096, 32768, dtype="float32") for target in (75, 90)]
+    cases += [Case(target, "scaled_mm", M, 4096, 4096, kernel="dp4a") for target in (90, 120) for M in (1, 4096)]
+    return cases
+
+
+def full_cases() -> list[Case]:
+    """Targets x ops x buckets of M x matrices of models, odd ones among them x dtypes x with and without bias."""
+    matrices = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (57344, 8192), (1024, 3072), (1009, 4099), (96, 520)]
+    buckets = [1 << i for i in range(14)]
+    cases = []
+    for target in TARGETS:
+        for dtype in ("bfloat16", "float16", "float32"):
+            cases += [
+                Case(target, "scaled_mm", M, K, N, dtype, bias, kernel)
+                for M in buckets
+                for N, K in matrices
+                for bias in (True, False)
+                for kernel in ("", "dp4a")
+            ]
+            cases += [
+                Case(target, op, M, K, dtype=dtype)
+                for op in QUANTIZERS
+                for M in (1, 4096)
+                for K in (64, 520, 1024, 3072, 4099, 8192, 14336, 16384, 28672, 32768, 40000)
+            ]
+    return cases
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case" in metafunc.fixturenames:
+        cases = full_cases() if metafunc.config.getoption("--aot-full", default=False) else bounding_cases()
+        metafunc.parametrize("case", cases, ids=str)
+
+
+@functools.cache
+def _compiled(cases: tuple[Case, ...]) -> tuple[dict[Case, Result], set[str]]:
+    return compile_cases(list(cases))
+
+
+@pytest.fixture
+def compiled(request: pytest.FixtureRequest) -> tuple[dict[Case, Result], set[str]]:
+    """Results of all cases that this run has selected, compiled together at the first use; names of the package's kernels."""
+    selected = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    return _compiled(tuple(item.callspec.params["case"] for item in selected))
+
+
+def expected_instruction(launch: Launch, target: int) -> str | None:
+    """What the launch is for: the instruction that its inner loop must have come to; None where it multiplies nothing."""
+    if "dp4a" in launch.kernel:
+        return "dp4a"
+    if launch.kernel != "scaled_mm_split_k_kernel":
+        return None
+    rows = launch.constants["BLOCK_N" if launch.constants.get("SWAP") else "BLOCK_M"]
+    if target == 90 and rows >= 64:
+        return "wgmma"
+    # Triton 3.6.0 has no int8 tcgen05, 3.9.0 has.
+    if target == 100 and rows >= 64 and HAS_INT8_TCGEN05:
+        return "tcgen05"
+    return "mma.sync"
+
+
+def test_compiles(case: Case, compiled: tuple[dict[Case, Result], set[str]]) -> None:
+    result = compiled[0][case]
+    if "is not defined for option 'gpu-name'" in result.error:
+        pytest.skip(f"the ptxas that comes with this Triton does not know sm_{case.target}")
+    assert not result.error
+    assert result.launches, "the op launched no Triton kernel"
+    for launch in result.launches:
+        assert launch.shared <= MAX_SHARED[case.target] * KB, launch
+        assert launch.spilled_bytes == 0, launch
+        expected = expected_instruction(launch, case.target)
+        assert launch.instructions == ([expected] if expected else []), launch
+
+
+def test_every_kernel_is_compiled(compiled: tuple[dict[Case, Result], set[str]]) -> None:
+    """A kernel that no case reaches is a gap in the cases, or is reached by nobody."""
+    results, kernels = compiled
+    if not results:
+        pytest.skip("no case is selected")
+    launched = {launch.kernel for result in results.values() for launch in result.launches}
+    assert launched == kernels
