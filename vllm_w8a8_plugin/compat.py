@@ -1,5 +1,6 @@
 """What differs between vLLM releases, found by looking for the feature; release numbers serve only to warn."""
 
+import importlib
 import importlib.metadata
 import importlib.util
 import re
@@ -46,3 +47,25 @@ def load_vllm_ops() -> None:
     from vllm.platforms import current_platform
 
     current_platform.import_kernels()
+
+
+# What the compile pass is made of; nothing of it is promised by vLLM or torch.
+_FUSION_NEEDS = (
+    ("vllm.ir.ops", "rms_norm"),
+    ("vllm.ir.ops", "fused_add_rms_norm"),
+    ("vllm.compilation.passes.inductor_pass", "InductorPass"),
+    ("vllm.compilation.passes.inductor_pass", "enable_fake_mode"),
+    ("torch._inductor.pattern_matcher", "register_replacement"),
+)
+
+
+def fusion_problem() -> str | None:
+    """What the compile pass needs and these releases of vLLM and torch lack, or None."""
+    for module, name in _FUSION_NEEDS:
+        try:
+            found = hasattr(importlib.import_module(module), name)
+        except ImportError:
+            found = False
+        if not found:
+            return f"{module}.{name} does not exist here"
+    return None

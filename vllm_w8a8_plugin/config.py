@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
-from vllm_w8a8_plugin import envs, log
+from vllm_w8a8_plugin import compat, envs, log
 from w8a8_converters.layers import is_quantized_by_default
 from w8a8_converters.rules import SkipRules
 
@@ -101,6 +101,7 @@ class W8A8Config(QuantizationConfig):
             kept = self.online and not is_quantized_by_default(f"{prefix}.weight", ndim=2)
             if kept or self.rules.skips_fused(prefix, self.packed_modules_mapping):
                 return UnquantizedLinearMethod()
+            _fuse_when_compiled()
             return W8A8OnlineLinearMethod() if self.online else W8A8LinearMethod()
         if isinstance(layer, RoutedExperts):
             if not self.online and not self.rules.skips(prefix):
@@ -110,6 +111,22 @@ class W8A8Config(QuantizationConfig):
         if isinstance(layer, ParallelLMHead) and not self.online and not self.rules.skips(prefix):
             return W8A8LinearMethod()
         return None
+
+
+def _fuse_when_compiled() -> None:
+    """Install the compile pass for the model that is being built: its layers are built before vLLM sets up compilation."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    vllm_config = get_current_vllm_config_or_none()
+    if vllm_config is None:
+        return  # a layer by itself
+    problem = compat.fusion_problem()
+    if problem is not None:
+        log.once(f"norms and activations are not fused with the quantizer: {problem}")
+        return
+    from vllm_w8a8_plugin import fusion
+
+    fusion.install(vllm_config)
 
 
 def checkpoint_refusal(config: dict[str, Any]) -> str | None:

@@ -8,6 +8,7 @@ from w8a8_kernels.select import KERNEL_VARIABLE
 
 ENABLE = "VLLM_W8A8_ENABLE"
 SKIP_MODULES = "VLLM_W8A8_SKIP_MODULES"
+FUSION = "VLLM_W8A8_FUSION"
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ VARIABLES = (
         "Comma-separated modules that stay unquantized when a checkpoint is quantized while loading: names, parents, globs, "
         "`re:` patterns, as for `vllm-w8a8 convert --skip`.",
     ),
+    Variable(FUSION, "1", "0: do not fold RMSNorm and SiLU·mul into the quantizer in compiled graphs."),
     Variable(KERNEL_VARIABLE, "", "Force one kernel by name: triton, onednn or torch. Fails at start where it cannot run."),
 )
 
@@ -42,12 +44,27 @@ def enabled() -> bool:
     Raises:
         ValueError: the variable is neither a yes nor a no.
     """
-    value = os.environ.get(ENABLE, "").strip().lower()
+    return _yes(ENABLE, default=False)
+
+
+def fusion() -> bool:
+    """Whether VLLM_W8A8_FUSION leaves the compile pass on.
+
+    Raises:
+        ValueError: the variable is neither a yes nor a no.
+    """
+    return _yes(FUSION, default=True)
+
+
+def _yes(name: str, default: bool) -> bool:
+    value = os.environ.get(name, "").strip().lower()
+    if value == "":
+        return default
     if value in ("1", "true", "yes", "on"):
         return True
-    if value in ("", "0", "false", "no", "off"):
+    if value in ("0", "false", "no", "off"):
         return False
-    raise ValueError(f"{ENABLE}={value!r}: expected 1 or 0")
+    raise ValueError(f"{name}={value!r}: expected 1 or 0")
 
 
 def skip_modules() -> list[str]:
