@@ -34,7 +34,9 @@ VARIABLES = (
         "`re:` patterns, as for `vllm-w8a8 convert --skip`.",
     ),
     Variable(FUSION, "1", "0: do not fold RMSNorm and SiLU·mul into the quantizer in compiled graphs."),
-    Variable(KERNEL_VARIABLE, "", "Force one kernel by name: triton, onednn or torch. Fails at start where it cannot run."),
+    Variable(
+        KERNEL_VARIABLE, "", "Force one kernel by name: triton, cutlass, dp4a, onednn or torch. Fails where it cannot run."
+    ),
 )
 
 
