@@ -4,15 +4,20 @@ import functools
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 RUNNER = Path(__file__).with_name("engine_runner.py")
 TIMEOUT_S = 900
+# Seen in 5 of some 60 engines of the CPU build, on a busy machine only, once before the model was loaded: a thread of vLLM's own
+# process that was never joined. Such a run is repeated once, with a warning.
+VLLM_ABORT = "terminate called without an active exception"
 
 # The position's true token and vLLM's top tokens, log-probabilities by token id.
 Position = dict[int, float]
@@ -84,19 +89,22 @@ def run_engine(
     with tempfile.TemporaryDirectory() as tmp:
         job_file, result_file = Path(tmp, "job.json"), Path(tmp, "result.json")
         job_file.write_text(json.dumps(job))
-        done = subprocess.run(
-            [sys.executable, str(RUNNER), str(job_file), str(result_file)],
-            env=engine_environment() | (env or {}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=timeout_s,
-            cwd=tmp,
-        )
+        command = [sys.executable, str(RUNNER), str(job_file), str(result_file)]
+        environment = engine_environment() | (env or {})
+        done = _run(command, environment, tmp, timeout_s)
+        if done.returncode == -signal.SIGABRT and VLLM_ABORT in done.stdout:
+            warnings.warn(f"vLLM aborted ({VLLM_ABORT}) and was started again", stacklevel=2)
+            done = _run(command, environment, tmp, timeout_s)
         if done.returncode != 0 or not result_file.exists():
             raise EngineFailed(f"exit status {done.returncode}\n{done.stdout[-12000:]}")
         results = json.loads(result_file.read_text())
     return Run([answer(prompt, result) for prompt, result in zip(prompts, results, strict=True)], done.stdout)
+
+
+def _run(command: list[str], env: dict[str, str], cwd: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, env=env, cwd=cwd, timeout=timeout_s, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def answer(prompt: list[int], result: dict) -> Answer:

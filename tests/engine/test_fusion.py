@@ -1,5 +1,6 @@
-"""The compile pass in a compiled engine on the CPU."""
+"""The compile pass in a compiled engine."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -36,10 +37,10 @@ def runs(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 def test_everything_but_attention_is_fused(runs: dict[str, Run]) -> None:
-    line = (
-        f"folded {2 * LAYERS} RMSNorm and {LAYERS} SiluAndMul into the quantizer in a compiled graph, {LAYERS} quantizers stay"
-    )
-    assert runs["on"].log.count(line) == 1
+    """One graph on the CPU; on a GPU three, as vLLM splits two layers at attention, no two of them alike."""
+    lines = re.findall(r"folded (\d+) RMSNorm and (\d+) SiluAndMul .* (\d+) quantizers stay", runs["on"].log)
+    norms, activations, stay = (sum(map(int, counts)) for counts in zip(*lines, strict=True))
+    assert (norms, activations, stay) == (2 * LAYERS, LAYERS, LAYERS)
 
 
 def test_switch_is_part_of_the_compile_cache_key(runs: dict[str, Run]) -> None:
