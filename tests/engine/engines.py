@@ -15,8 +15,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 RUNNER = Path(__file__).with_name("engine_runner.py")
 TIMEOUT_S = 900
-# Seen in 5 of some 60 engines of the CPU build, on a busy machine only, once before the model was loaded: a thread of vLLM's own
-# process that was never joined. Such a run is repeated once, with a warning.
+# Seen in 5 of some 60 engines of the CPU build, only on a busy machine, once before the model was loaded: a thread of vLLM's
+# own process that was never joined. Such a run is repeated once, with a warning.
 VLLM_ABORT = "terminate called without an active exception"
 
 # The position's true token and vLLM's top tokens, log-probabilities by token id.
