@@ -1,45 +1,20 @@
 """What the GPU benchmarks share: timing by CUDA graphs, the card's copy bandwidth, and where a result comes from."""
 
 import shlex
-import statistics
 import subprocess
 import sys
-from collections.abc import Callable
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
+
+from w8a8_kernels.timing import MIN_CALLS, graph_us
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-REPLAYS = 5
-# Enough that the gap between two replays does not count.
-MIN_CALLS = 20
-
-
-def graph_us(calls: list[Callable[[], object]]) -> float:
-    """Microseconds of one call: median of `REPLAYS` replays of a CUDA graph of all of them.
-
-    Timing single launches measures the launch. To keep operands out of the L2 cache, give every call its own.
-    """
-    for call in calls[:3]:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    times = []
-    for _ in range(REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return statistics.median(times)
 
 
 def copy_bandwidth() -> float:

@@ -16,11 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from gpu_timing import MIN_CALLS, RESULTS, ROOT, copy_bandwidth, graph_us, provenance
-
-sys.path.insert(0, str(ROOT / "kernels"))
+from gpu_timing import RESULTS, ROOT, copy_bandwidth, graph_us, provenance
 
 import w8a8_kernels
+from w8a8_kernels.timing import call_count
 
 SHAPES = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (57344, 8192), (6144, 1024), (1024, 3072))
 BATCH_SIZES = (1, 16, 64, 128, 512, 2048, 8192)
@@ -82,11 +81,8 @@ def operands(M: int, N: int, K: int, copies: int) -> list[Operands]:
 
 def measure(M: int, N: int, K: int, peers: dict[str, Callable[[Operands], torch.Tensor]], bandwidth: float) -> dict:
     """One cell of the result."""
-    l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
-    copies = max(2, -(-4 * l2_bytes // (N * K)))
+    copies, n_calls = call_count(M, N, K)
     sets = operands(M, N, K, copies)
-    # Large products are far longer than a launch.
-    n_calls = max(MIN_CALLS if M * N * K < 2**36 else 4, copies)
     bytes_moved = N * K + 4 * N + M * (2 * K + 2 * N)
     limit_us = max(bytes_moved / bandwidth, 2 * M * N * K / INT8_OPS_PER_S) * 1e6
     times = {

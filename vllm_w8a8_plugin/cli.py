@@ -1,5 +1,6 @@
 """The `vllm-w8a8` command. Heavy imports stay inside the commands, so that `--help` answers at once."""
 
+import os
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,6 +11,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from w8a8_converters.report import Report
+    from w8a8_kernels.tune import Gpu
 
 app = typer.Typer(
     help="Int8 weights times int8 activations (W8A8) for vLLM.",
@@ -115,6 +117,81 @@ def doctor() -> None:
     if diagnosis.problems:
         raise typer.Exit(1)
     typer.echo("no problems found")
+
+
+@app.command()
+def tune(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Hugging Face folder with safetensors files, int8 or not.")],
+    tp: Annotated[
+        int, typer.Option("--tp", min=1, help="Degree of tensor parallelism: the shapes of one rank are measured.")
+    ] = 1,
+    batch_sizes: Annotated[
+        str,
+        typer.Option(metavar="M,M,...", help="Numbers of tokens at a time; each is taken to the next power of two."),
+    ] = ",".join(str(1 << i) for i in range(14)),
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder for the file. Default: VLLM_W8A8_CONFIG_DIR, if set, else w8a8_tiles."),
+    ] = None,
+    list_shapes: Annotated[bool, typer.Option("--list", help="Only print the shapes. Needs no GPU.")] = False,
+) -> None:
+    """Measure the GEMM's tiles for a model's layers on this GPU. A stopped run goes on where it stopped."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from vllm_w8a8_plugin import compat
+    from vllm_w8a8_plugin.shapes import linear_shapes
+    from w8a8_kernels.tiles import CONFIG_DIR_VARIABLE
+
+    console = Console(stderr=True)
+    try:
+        rows = _rows(batch_sizes)
+        if not list_shapes:
+            from w8a8_kernels.tune import current_gpu
+
+            gpu = current_gpu()
+        shapes = linear_shapes(model, tp)
+        table = Table("layers", "N", "K", "how many", box=None)
+        for shape in shapes:
+            table.add_row(", ".join(shape.names), str(shape.N), str(shape.K), str(shape.count))
+        Console().print(table)
+        if list_shapes:
+            return
+        if compat.installed_vllm() is not None:
+            compat.load_vllm_ops()  # its CUTLASS product is measured, too
+        folder = out or Path(os.environ.get(CONFIG_DIR_VARIABLE) or "w8a8_tiles")
+        path = _tune(console, [(shape.N, shape.K) for shape in shapes], rows, folder, gpu)
+    except (ValueError, RuntimeError, OSError) as error:
+        typer.secho(f"error: {error}", fg=typer.colors.RED, err=True)
+        raise typer.Exit(1) from None
+    if os.environ.get(CONFIG_DIR_VARIABLE) != str(folder):
+        console.print(f"to use it: export {CONFIG_DIR_VARIABLE}={folder.resolve()}", markup=False, soft_wrap=True)
+    typer.echo(path)
+
+
+def _rows(text: str) -> list[int]:
+    try:
+        rows = [int(number) for number in text.split(",")]
+    except ValueError:
+        rows = []
+    if not rows or min(rows) < 1:
+        raise ValueError(f"--batch-sizes {text!r}: expected numbers from 1 with commas between them, as 1,16,64")
+    return rows
+
+
+def _tune(console: "Console", shapes: list[tuple[int, int]], rows: list[int], folder: Path, gpu: "Gpu") -> Path:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from w8a8_kernels.tune import tune as measure_tiles
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("", total=None)
+
+        def progress(done: int, total: int, what: str) -> None:
+            bar.update(task, completed=done, total=total, description=what)
+
+        return measure_tiles(shapes, rows, folder, progress=progress, gpu=gpu)
 
 
 def _print_report(report: "Report", console: "Console") -> None:

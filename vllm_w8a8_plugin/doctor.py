@@ -67,8 +67,8 @@ def _diagnose_entry_point(result: Diagnosis) -> None:
 def _diagnose_kernels(result: Diagnosis) -> None:
     import torch
 
-    from w8a8_kernels.ops import device_facts
-    from w8a8_kernels.select import select_quantize, select_scaled_mm
+    from w8a8_kernels.ops import choose_scaled_mm, device_facts
+    from w8a8_kernels.select import select_quantize
 
     if torch.cuda.is_available():
         devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
@@ -82,7 +82,7 @@ def _diagnose_kernels(result: Diagnosis) -> None:
     facts = device_facts(device)
     try:
         for rows in ROWS:
-            quantizer, product = select_quantize(facts), select_scaled_mm(facts, rows, EXAMPLE_N, EXAMPLE_K)
+            quantizer, product = select_quantize(facts), choose_scaled_mm(device, rows, EXAMPLE_N, EXAMPLE_K)
             result.kernels.append((str(rows), f"{quantizer.kernel} + {product.kernel}", product.reason))
     except ValueError as error:
         result.problems.append(str(error))

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from w8a8_kernels.select import KERNEL_VARIABLE
+from w8a8_kernels.tiles import CONFIG_DIR_VARIABLE
 
 ENABLE = "VLLM_W8A8_ENABLE"
 SKIP_MODULES = "VLLM_W8A8_SKIP_MODULES"
@@ -36,6 +37,11 @@ VARIABLES = (
     Variable(FUSION, "1", "0: do not fold RMSNorm and SiLU·mul into the quantizer in compiled graphs."),
     Variable(
         KERNEL_VARIABLE, "", "Force one kernel by name: triton, cutlass, dp4a, onednn or torch. Fails where it cannot run."
+    ),
+    Variable(
+        CONFIG_DIR_VARIABLE,
+        "",
+        "Folder with measured tiles of this GPU, as `vllm-w8a8 tune` writes them; wins over shipped ones.",
     ),
 )
 

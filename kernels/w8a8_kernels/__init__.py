@@ -1,5 +1,6 @@
 """int8 x int8 (W8A8) kernels for PyTorch: per-token quantization and the scaled matrix product."""
 
+from w8a8_kernels.compilation import compilations, warmup
 from w8a8_kernels.ops import (
     add_rms_norm_quantize,
     int8_linear,
@@ -14,6 +15,7 @@ from w8a8_kernels.select import Choice, select_quantize, select_scaled_mm
 __all__ = [
     "Choice",
     "add_rms_norm_quantize",
+    "compilations",
     "int8_linear",
     "pack_weight",
     "quantize",
@@ -22,4 +24,5 @@ __all__ = [
     "select_quantize",
     "select_scaled_mm",
     "silu_mul_quantize",
+    "warmup",
 ]

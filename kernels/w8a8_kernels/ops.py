@@ -18,7 +18,8 @@ from w8a8_kernels.quantize.reference import (
 from w8a8_kernels.scaled_mm.cutlass import has_cutlass, scaled_mm_cutlass
 from w8a8_kernels.scaled_mm.onednn import has_onednn, pack_weight_onednn, scaled_mm_onednn
 from w8a8_kernels.scaled_mm.reference import scaled_mm_reference
-from w8a8_kernels.select import MAX_K, Facts, select_quantize, select_scaled_mm
+from w8a8_kernels.select import MAX_K, Choice, Facts, select_quantize, select_scaled_mm
+from w8a8_kernels.tiles import Tile, kernel_for, tile_for
 
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -58,6 +59,26 @@ def _gpu_facts(device: torch.device) -> Facts:
 @functools.cache
 def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device)
+
+
+def choose_scaled_mm(device: torch.device, M: int, N: int, K: int, out_dtype: torch.dtype = torch.bfloat16) -> Choice:
+    """`select_scaled_mm` with what was measured on this device; M from 1. Raises as that and `w8a8_kernels.tiles.tile_for`."""
+    facts = device_facts(device)
+    measured = None
+    if facts.has_cutlass:
+        measured = kernel_for(M, N, K, device_name=_device_name(device), capability=facts.capability)
+    return select_scaled_mm(facts, M, N, K, out_dtype, measured=measured)
+
+
+def measured_tile(device: torch.device, M: int, N: int, K: int) -> Tile:
+    """`w8a8_kernels.tiles.tile_for` this GPU; M from 1."""
+    capability = device_facts(device).capability
+    return tile_for(M, N, K, device_name=_device_name(device), capability=capability, num_sms=_num_sms(device))
 
 
 def _launches_dependents(facts: Facts) -> bool:
@@ -114,11 +135,14 @@ def _scaled_mm_cuda(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    facts = device_facts(x.device)
-    kernel = select_scaled_mm(facts, x.shape[0], *weight.shape, out_dtype).kernel
+    M, N, K = x.shape[0], *weight.shape
+    if M == 0 or N == 0:
+        return x.new_empty((M, N), dtype=out_dtype)
+    kernel = choose_scaled_mm(x.device, M, N, K, out_dtype).kernel
     if kernel == "triton":
         from w8a8_kernels.scaled_mm.split_k import scaled_mm_split_k
 
+        facts = device_facts(x.device)
         return scaled_mm_split_k(
             x,
             x_scale,
@@ -128,6 +152,7 @@ def _scaled_mm_cuda(
             out_dtype,
             num_sms=_num_sms(x.device),
             capability=facts.capability,
+            tile=measured_tile(x.device, M, N, K),
             pdl=_launches_dependents(facts),
         )
     if kernel == "cutlass":

@@ -80,6 +80,15 @@ def _cutlass_refusal(facts: Facts, aligned: bool, half: bool) -> str | None:
     return None
 
 
+def cutlass_refusal(facts: Facts, N: int | None, K: int | None, out_dtype: torch.dtype) -> str | None:
+    """Why vLLM's CUTLASS product cannot run on this device, weight [N, K] and result, or None."""
+    return _cutlass_refusal(facts, _aligned(N, K), out_dtype != torch.float32)
+
+
+def _aligned(N: int | None, K: int | None) -> bool:
+    return all(size is None or size % CUTLASS_ALIGNMENT == 0 for size in (N, K))
+
+
 def select_scaled_mm(
     facts: Facts,
     M: int | None = None,
@@ -87,6 +96,7 @@ def select_scaled_mm(
     K: int | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     *,
+    measured: str | None = None,
     forced: str | None = None,
 ) -> Choice:
     """Kernel for the int8 matrix product on this device.
@@ -95,18 +105,21 @@ def select_scaled_mm(
         facts: what the device offers.
         M, N, K: rows of activations and of the weight, and their length; default: few rows and an ordinary weight.
         out_dtype: of the result.
+        measured: what a measurement on this GPU at this shape found fastest of triton and cutlass, as
+            `w8a8_kernels.tiles.kernel_for` says; taken if it can run. Default: a rule by the number of rows.
         forced: a kernel's name; default: the variable `VLLM_W8A8_KERNEL`, if set.
 
     Raises:
         ValueError: the forced kernel does not exist or cannot run here; the message says why.
     """
-    aligned = all(size is None or size % CUTLASS_ALIGNMENT == 0 for size in (N, K))
+    aligned = _aligned(N, K)
     many_rows = M is not None and M >= MIN_CUTLASS_ROWS
-    return _select(facts, many_rows, aligned, out_dtype != torch.float32, forced or os.environ.get(KERNEL_VARIABLE) or None)
+    half = out_dtype != torch.float32
+    return _select(facts, many_rows, aligned, half, measured, forced or os.environ.get(KERNEL_VARIABLE) or None)
 
 
 @functools.cache  # asked at every call of the op: the sentences are made once
-def _select(facts: Facts, many_rows: bool, aligned: bool, half: bool, forced: str | None) -> Choice:
+def _select(facts: Facts, many_rows: bool, aligned: bool, half: bool, measured: str | None, forced: str | None) -> Choice:
     candidates = {  # in order of preference: name -> (why it cannot run, why it is taken)
         "triton": (_triton_refusal(facts, MIN_TRITON_CAPABILITY, "int8 tl.dot"), "tensor-core int8 through Triton"),
         "cutlass": (_cutlass_refusal(facts, aligned, half), "vLLM's CUTLASS int8 product"),
@@ -114,9 +127,12 @@ def _select(facts: Facts, many_rows: bool, aligned: bool, half: bool, forced: st
         "onednn": (_onednn_refusal(facts), "vLLM's oneDNN int8 matrix product"),
         "torch": (None, "the reference in torch"),
     }
-    if many_rows and candidates["cutlass"][0] is None:
-        reason = f"vLLM's CUTLASS int8 product, faster from {MIN_CUTLASS_ROWS} rows on"
-        candidates = {"cutlass": (None, reason), **{k: v for k, v in candidates.items() if k != "cutlass"}}
+    first, because = measured, "fastest here by measurement"
+    if measured is None and many_rows:
+        first, because = "cutlass", f"faster from {MIN_CUTLASS_ROWS} rows on"
+    if first is not None and candidates[first][0] is None:
+        reason = f"{candidates[first][1]}, {because}"
+        candidates = {first: (None, reason), **{k: v for k, v in candidates.items() if k != first}}
     if forced:
         if forced not in candidates:
             raise ValueError(

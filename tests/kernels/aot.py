@@ -159,6 +159,7 @@ def _call(case: Case) -> None:
 
     ops.device_facts = lambda device: Facts(divmod(case.target, 10), has_triton=True)
     ops._num_sms = lambda device: NUM_SMS[case.target]
+    ops._device_name = lambda device: f"sm_{case.target}"
     os.environ.pop("VLLM_W8A8_KERNEL", None)
     if case.kernel:
         os.environ["VLLM_W8A8_KERNEL"] = case.kernel

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from w8a8_kernels.select import Facts, select_quantize, select_scaled_mm
+from w8a8_kernels.select import Facts, cutlass_refusal, select_quantize, select_scaled_mm
 
 CPU, CPU_ONEDNN = Facts(None), Facts(None, has_onednn=True)
 
@@ -65,6 +65,52 @@ def test_cutlass_where_it_runs_and_wins(
     monkeypatch.delenv("VLLM_W8A8_KERNEL", raising=False)
     assert select_scaled_mm(facts, M, N, K, dtype).kernel == kernel
     assert select_quantize(facts).kernel == "triton"
+
+
+@pytest.mark.parametrize(
+    ("facts", "M", "dtype", "measured", "kernel", "because"),
+    [
+        (with_cutlass(9, 0), 16, torch.bfloat16, "cutlass", "cutlass", "fastest here by measurement"),
+        (with_cutlass(9, 0), 8192, torch.bfloat16, "cutlass", "cutlass", "fastest here by measurement"),
+        (with_cutlass(9, 0), 8192, torch.bfloat16, "triton", "triton", "fastest here by measurement"),
+        (with_cutlass(9, 0), 8192, torch.bfloat16, None, "cutlass", "faster from 256 rows on"),
+        (with_cutlass(9, 0), 16, torch.bfloat16, None, "triton", "tensor-core"),
+        (with_cutlass(9, 0), 16, torch.float32, "cutlass", "triton", "tensor-core"),
+        (gpu(9, 0), 8192, torch.bfloat16, "cutlass", "triton", "tensor-core"),
+        (with_cutlass(12, 0), 8192, torch.bfloat16, "cutlass", "triton", "tensor-core"),
+        (with_cutlass(7, 5), 16, torch.float16, "triton", "cutlass", "not triton: int8 tl.dot needs"),
+    ],
+)
+def test_measurement_overrides_the_rule(
+    facts: Facts,
+    M: int,
+    dtype: torch.dtype,
+    measured: str | None,
+    kernel: str,
+    because: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("VLLM_W8A8_KERNEL", raising=False)
+    choice = select_scaled_mm(facts, M, 4096, 4096, dtype, measured=measured)
+    assert choice.kernel == kernel
+    assert because in choice.reason
+    forced = select_scaled_mm(facts, M, 4096, 4096, dtype, measured=measured, forced="torch")
+    assert forced.reason == "forced by VLLM_W8A8_KERNEL"
+
+
+@pytest.mark.parametrize(
+    ("facts", "N", "K", "dtype", "because"),
+    [
+        (with_cutlass(9, 0), 4096, 4096, torch.bfloat16, None),
+        (with_cutlass(9, 0), 4100, 4096, torch.bfloat16, "multiples of 16"),
+        (with_cutlass(9, 0), 4096, 4096, torch.float32, "bf16 and fp16 only"),
+        (gpu(9, 0), 4096, 4096, torch.bfloat16, "is not loaded"),
+        (with_cutlass(10, 0), 4096, 4096, torch.bfloat16, "raises elsewhere"),
+    ],
+)
+def test_why_cutlass_cannot_run(facts: Facts, N: int, K: int, dtype: torch.dtype, because: str | None) -> None:
+    refusal = cutlass_refusal(facts, N, K, dtype)
+    assert refusal is None if because is None else because in refusal
 
 
 @pytest.mark.parametrize(

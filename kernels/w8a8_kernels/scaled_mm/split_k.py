@@ -1,32 +1,12 @@
 """Triton int8 GEMM on tensor cores, K split over programs; int32 partial sums, so that any split gives the same bits."""
 
-from dataclasses import dataclass, replace
-
 import torch
 import triton
 import triton.language as tl
 
-# Shared memory that a tile's stages may take. The limit is 163 KB (8.0) or 227 KB (9.0, 10.0, 10.3), and 99 KB elsewhere; the
-# rest of it is for what Triton adds, and on the large ones for the next kernel's programs to start beside this one's.
-LARGE_SHARED = ((8, 0), (9, 0), (10, 0), (10, 3))
-SHARED_BYTES, SMALL_SHARED_BYTES = 144 * 1024, 80 * 1024
+from w8a8_kernels.tiles import Tile, default_tile
 
-
-@dataclass(frozen=True)
-class Tile:
-    """Tile of one program, and how many programs share one tile's K dimension.
-
-    `swap` multiplies weight x activations.T: the weight's rows take the instruction's wide side, so that few rows of x waste
-    less of it.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    split_k: int = 1
-    swap: bool = False
+REDUCE_BLOCK_M, REDUCE_BLOCK_N = 16, 64
 
 
 @triton.jit
@@ -151,39 +131,58 @@ def reduce_split_k_kernel(
     tl.store(out_ptr + o_out, b_out.to(out_ptr.dtype.element_ty), mask=m_out)
 
 
-def _with_stages(tile: Tile, shared_bytes: int) -> Tile:
-    """`tile` with as many of its stages as fit: a stage holds one block of x and one of the weight, one byte a value."""
-    stage = (tile.block_m + tile.block_n) * tile.block_k
-    return replace(tile, num_stages=max(2, min(tile.num_stages, shared_bytes // stage)))
+def _product_options(tile: Tile, K: int, has_bias: bool, pdl: bool) -> dict:
+    # Triton knows `launch_pdl` only for NVIDIA targets that have it; the interpreter for none.
+    return {
+        "HAS_BIAS": has_bias,
+        "EVEN_K": K % tile.block_k == 0,
+        "SPLIT_K": tile.split_k,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "SWAP": tile.swap,
+        "PDL": pdl,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        **({"launch_pdl": True} if pdl else {}),
+    }
 
 
-def default_tile(M: int, N: int, K: int, *, num_sms: int, capability: tuple[int, int]) -> Tile:
-    """A tile by rule, for capability 8.0 and newer.
+def _reduce_options(split_k: int, has_bias: bool, pdl: bool) -> dict:
+    return {
+        "HAS_BIAS": has_bias,
+        "SPLIT_K": split_k,
+        "BLOCK_M": REDUCE_BLOCK_M,
+        "BLOCK_N": REDUCE_BLOCK_N,
+        "PDL": pdl,
+        **({"launch_pdl": True} if pdl else {}),
+    }
 
-    The numbers are the best of 392 tiles on an H200 at seven shapes of weights and M 16, 64 and 128
-    (benchmarks/results/split-k-tiles-nvidia-h200-2026-11-29.json); few rows stream the weight once, in blocks small enough
-    that every multiprocessor has one, and K is split where there are too few.
-    """
-    shared_bytes = SHARED_BYTES if capability in LARGE_SHARED else SMALL_SHARED_BYTES
-    steps = K // 256
-    if K % 16 != 0:
-        # Rows are loaded code by code, with an address each: larger blocks spill registers.
-        return Tile(16 if M <= 16 else 32, 32, 64, num_warps=4, num_stages=2)
-    if M <= 16:
-        block_n = 128 if N >= 96 * num_sms else 64
-        split_k = 4 if triton.cdiv(N, block_n) * 4 <= num_sms and steps >= 8 else 1
-        return _with_stages(Tile(16, block_n, 256, num_warps=4, num_stages=6, split_k=split_k, swap=True), shared_bytes)
-    if M <= 64:
-        block_n = 32 if N <= 32 * num_sms else 64 if N < 256 * num_sms else 128
-        split_k = 2 if triton.cdiv(N, block_n) * 2 <= 2 * num_sms and steps >= 32 else 1
-        block_k = 128 if 96 * num_sms <= N < 256 * num_sms else 256
-        return _with_stages(Tile(64, block_n, block_k, num_warps=4, num_stages=5, split_k=split_k), shared_bytes)
-    if M <= 128:
-        block_n = 128 if N >= 256 * num_sms else 64
-        split_k = 2 if triton.cdiv(N, block_n) * 2 <= num_sms and steps >= 8 else 1
-        return _with_stages(Tile(128, block_n, 128, num_warps=4, num_stages=5, split_k=split_k), shared_bytes)
-    # A mask along K takes registers: with 128 columns 16 bytes were spilled on sm_120 (Triton 3.6).
-    return _with_stages(Tile(128, 128 if K % 128 == 0 else 64, 128, num_warps=8, num_stages=4), shared_bytes)
+
+def compile_split_k(N: int, K: int, tile: Tile, out_dtype: torch.dtype, *, pdl: bool = False) -> None:
+    """Compile into Triton's cache what `scaled_mm_split_k` launches with this tile, contiguous inputs and no bias."""
+    # Positional only: Triton takes a dtype for a tensor there and nowhere else.
+    out, partial = out_dtype, torch.int32 if tile.split_k > 1 else out_dtype
+    scaled_mm_split_k_kernel.warmup(
+        out,
+        partial,
+        torch.int8,
+        torch.float32,
+        torch.int8,
+        torch.float32,
+        None,
+        1,
+        N,
+        K,
+        K,
+        K,
+        grid=(1,),
+        **_product_options(tile, K, False, pdl),
+    )
+    if tile.split_k > 1:
+        reduce_split_k_kernel.warmup(
+            out, partial, torch.float32, torch.float32, None, 1, N, grid=(1,), **_reduce_options(tile.split_k, False, pdl)
+        )
 
 
 def scaled_mm_split_k(
@@ -217,8 +216,6 @@ def scaled_mm_split_k(
     if tile is None:
         tile = default_tile(M, N, K, num_sms=num_sms, capability=capability)
     split_k = tile.split_k
-    # Triton knows the option only for NVIDIA targets that have it; the interpreter for none.
-    launch_options = {"launch_pdl": True} if pdl else {}
     partial = torch.empty((split_k, M, N), dtype=torch.int32, device=x.device) if split_k > 1 else out
     tiles = triton.cdiv(M, tile.block_m) * triton.cdiv(N, tile.block_n)
     scaled_mm_split_k_kernel[(tiles, split_k)](
@@ -234,21 +231,10 @@ def scaled_mm_split_k(
         K,
         x.stride(0),
         weight.stride(0),
-        HAS_BIAS=bias is not None,
-        EVEN_K=K % tile.block_k == 0,
-        SPLIT_K=split_k,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        SWAP=tile.swap,
-        PDL=pdl,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        **launch_options,
+        **_product_options(tile, K, bias is not None, pdl),
     )
     if split_k > 1:
-        block_m, block_n = 16, 64
-        reduce_split_k_kernel[(triton.cdiv(M, block_m), triton.cdiv(N, block_n))](
+        reduce_split_k_kernel[(triton.cdiv(M, REDUCE_BLOCK_M), triton.cdiv(N, REDUCE_BLOCK_N))](
             out,
             partial,
             x_scale,
@@ -256,11 +242,6 @@ def scaled_mm_split_k(
             bias,
             M,
             N,
-            HAS_BIAS=bias is not None,
-            SPLIT_K=split_k,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            PDL=pdl,
-            **launch_options,
+            **_reduce_options(split_k, bias is not None, pdl),
         )
     return out

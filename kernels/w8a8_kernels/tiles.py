@@ -1,0 +1,247 @@
+"""Tile shapes of the tensor-core GEMM: measured ones, from one JSON file per GPU, and a rule for all else. Needs no Triton.
+
+A file is called as its GPU, `NVIDIA H200` in nvidia-h200.json, and lies in the folder that `VLLM_W8A8_CONFIG_DIR` names or
+in `configs/` beside this module; the folder wins where both know a weight. `w8a8_kernels.tune` writes such files:
+
+    {"device": "NVIDIA H200", "capability": [9, 0], "date": ..., "versions": {...},
+     "tiles": {"<N>x<K>": {"<rows, a power of two>": {"block_m": 16, ..., "us": 10.8, "kernel": "triton"}}}}
+
+`us`, microseconds, is for the reader. `kernel`, triton or cutlass, says which won where both were measured, and overrides the
+rule of `w8a8_kernels.select`; with cutlass, the tile may be left out.
+"""
+
+import functools
+import json
+import os
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+CONFIG_DIR_VARIABLE = "VLLM_W8A8_CONFIG_DIR"
+CONFIG_DIR = Path(__file__).parent / "configs"
+MEASURED_KERNELS = ("triton", "cutlass")
+
+# Shared memory that one program can have.
+MAX_SHARED_BYTES = {(8, 0): 163 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024, (10, 3): 227 * 1024}
+SMALL_MAX_SHARED_BYTES = 99 * 1024
+
+# Shared memory that the rule gives to a tile's stages. The rest is for what Triton adds, and on the large ones for the next
+# kernel's programs to start beside this one's.
+SHARED_BYTES, SMALL_SHARED_BYTES = 144 * 1024, 80 * 1024
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Tile of one program, and how many programs share one tile's K dimension.
+
+    `swap` multiplies weight x activations.T: the weight's rows take the instruction's wide side, so that few rows of x waste
+    less of it.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    split_k: int = 1
+    swap: bool = False
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of all stages; one holds a block of x and one of the weight, a byte a value."""
+        return (self.block_m + self.block_n) * self.block_k * self.num_stages
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What was measured for one weight and bucket of rows: the best tile, and which kernel won where two were compared."""
+
+    tile: Tile | None
+    kernel: str | None
+
+
+Table = dict[tuple[int, int], dict[int, Entry]]
+
+
+def max_shared_bytes(capability: tuple[int, int]) -> int:
+    """Shared memory that one program can have, in bytes."""
+    return MAX_SHARED_BYTES.get(capability, SMALL_MAX_SHARED_BYTES)
+
+
+def bucket_of(M: int) -> int:
+    """M, from 1, to the next power of two."""
+    return 1 << (M - 1).bit_length()
+
+
+def file_name(device_name: str) -> str:
+    """Name of a GPU's file."""
+    return device_name.lower().replace(" ", "-").replace("/", "-") + ".json"
+
+
+def _with_stages(tile: Tile, shared_bytes: int) -> Tile:
+    """`tile` with as many of its stages as fit."""
+    stage = replace(tile, num_stages=1).stage_bytes
+    return replace(tile, num_stages=max(2, min(tile.num_stages, shared_bytes // stage)))
+
+
+def default_tile(M: int, N: int, K: int, *, num_sms: int, capability: tuple[int, int]) -> Tile:
+    """A tile by rule, for capability 8.0 and newer.
+
+    The numbers are the best of 392 tiles on an H200 at seven shapes of weights and M 16, 64 and 128
+    (benchmarks/results/split-k-tiles-nvidia-h200-2026-11-29.json); few rows stream the weight once, in blocks small enough
+    that every multiprocessor has one, and K is split where there are too few.
+    """
+    shared_bytes = SHARED_BYTES if capability in MAX_SHARED_BYTES else SMALL_SHARED_BYTES
+    steps = K // 256
+    if K % 16 != 0:
+        # Rows are loaded code by code, with an address each: larger blocks spill registers.
+        return Tile(16 if M <= 16 else 32, 32, 64, num_warps=4, num_stages=2)
+    if M <= 16:
+        block_n = 128 if N >= 96 * num_sms else 64
+        split_k = 4 if -(-N // block_n) * 4 <= num_sms and steps >= 8 else 1
+        return _with_stages(Tile(16, block_n, 256, num_warps=4, num_stages=6, split_k=split_k, swap=True), shared_bytes)
+    if M <= 64:
+        block_n = 32 if N <= 32 * num_sms else 64 if N < 256 * num_sms else 128
+        split_k = 2 if -(-N // block_n) * 2 <= 2 * num_sms and steps >= 32 else 1
+        block_k = 128 if 96 * num_sms <= N < 256 * num_sms else 256
+        return _with_stages(Tile(64, block_n, block_k, num_warps=4, num_stages=5, split_k=split_k), shared_bytes)
+    if M <= 128:
+        block_n = 128 if N >= 256 * num_sms else 64
+        split_k = 2 if -(-N // block_n) * 2 <= num_sms and steps >= 8 else 1
+        return _with_stages(Tile(128, block_n, 128, num_warps=4, num_stages=5, split_k=split_k), shared_bytes)
+    # A mask along K takes registers: with 128 columns 16 bytes were spilled on sm_120 (Triton 3.6).
+    return _with_stages(Tile(128, 128 if K % 128 == 0 else 64, 128, num_warps=8, num_stages=4), shared_bytes)
+
+
+def tile_for(M: int, N: int, K: int, *, device_name: str, capability: tuple[int, int], num_sms: int) -> Tile:
+    """The measured tile of this weight for M rows, or that of the next larger bucket measured, or `default_tile`.
+
+    Args:
+        M: rows of activations, from 1.
+        N, K: rows of the weight, and their length.
+        device_name: as `torch.cuda.get_device_name` says it, all of it.
+        capability: compute capability.
+        num_sms: multiprocessors, for the rule.
+
+    Raises:
+        ValueError: the GPU's file is broken; the message names it and says what to do.
+    """
+    measured = _measured(device_name, capability).get((N, K))
+    if measured:
+        bucket = bucket_of(M)
+        larger = [other for other, entry in measured.items() if other >= bucket and entry.tile is not None]
+        if larger:
+            return measured[min(larger)].tile
+    return default_tile(M, N, K, num_sms=num_sms, capability=capability)
+
+
+def kernel_for(M: int, N: int, K: int, *, device_name: str, capability: tuple[int, int]) -> str | None:
+    """The kernel that won for this weight and exactly this bucket of rows, or None. Arguments and errors as in `tile_for`."""
+    entry = _measured(device_name, capability).get((N, K), {}).get(bucket_of(M))
+    return None if entry is None else entry.kernel
+
+
+def _measured(device_name: str, capability: tuple[int, int]) -> Table:
+    return _measured_in(device_name, capability, os.environ.get(CONFIG_DIR_VARIABLE) or None)
+
+
+@functools.cache  # asked at every call of the op
+def _measured_in(device_name: str, capability: tuple[int, int], config_dir: str | None) -> Table:
+    table: Table = {}
+    if config_dir is not None and not Path(config_dir).is_dir():
+        raise ValueError(
+            f"{CONFIG_DIR_VARIABLE}={config_dir!r}: got no such folder, expected one that holds what `vllm-w8a8 tune` writes. "
+            "Correct it or unset it."
+        )
+    for folder in (CONFIG_DIR, Path(config_dir) if config_dir is not None else None):
+        if folder is not None and (path := folder / file_name(device_name)).is_file():
+            table |= read_table(path, device_name, capability)
+    return table
+
+
+def forget_files() -> None:
+    """Read the files again at the next lookup."""
+    _measured_in.cache_clear()
+
+
+def read_file(path: Path, device_name: str, capability: tuple[int, int]) -> dict[str, Any]:
+    """Content of a GPU's file, with everything but its `tiles` checked.
+
+    Raises:
+        ValueError: it is not JSON, or not of this GPU.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise _broken(path, f"what is not JSON ({error})", "a file as `vllm-w8a8 tune` writes it") from None
+    keys = {"device", "capability", "date", "versions", "tiles"}
+    if not isinstance(content, dict) or set(content) != keys:
+        got = sorted(content) if isinstance(content, dict) else type(content).__name__
+        raise _broken(path, f"{got}", f"an object with {', '.join(sorted(keys))}")
+    if content["device"] != device_name:
+        raise _broken(path, f"device {content['device']!r}", f"{device_name!r}")
+    if content["capability"] != list(capability):
+        raise _broken(path, f"capability {content['capability']}", f"{list(capability)}, which this {device_name} has")
+    if not isinstance(content["tiles"], dict):
+        raise _broken(path, f"tiles {content['tiles']!r}", 'an object {"<N>x<K>": {"<rows>": {...}}}')
+    return content
+
+
+def read_table(path: Path, device_name: str, capability: tuple[int, int]) -> Table:
+    """All entries of a GPU's file, each checked.
+
+    Raises:
+        ValueError: the file is broken; the message names it, what it holds, what is expected and what to do.
+    """
+    table: Table = {}
+    for shape, buckets in read_file(path, device_name, capability)["tiles"].items():
+        N, _, K = shape.partition("x")
+        if not (N.isdecimal() and K.isdecimal() and isinstance(buckets, dict)):
+            raise _broken(path, f"tiles[{shape!r}] = {buckets!r}", '"<N>x<K>": {"<rows>": {...}}')
+        table[int(N), int(K)] = {}
+        for rows, values in buckets.items():
+            where = f"tiles[{shape!r}][{rows!r}]"
+            if not rows.isdecimal() or int(rows) < 1 or bucket_of(int(rows)) != int(rows):
+                raise _broken(path, where, "a number of rows that is a power of two")
+            table[int(N), int(K)][int(rows)] = _entry(path, where, values, capability)
+    return table
+
+
+def _entry(path: Path, where: str, values: Any, capability: tuple[int, int]) -> Entry:
+    if not isinstance(values, dict):
+        raise _broken(path, f"{where} = {values!r}", "an object with the fields of a tile")
+    names = [field.name for field in fields(Tile)]
+    unknown = set(values) - {*names, "us", "kernel"}
+    if unknown:
+        raise _broken(path, f"unknown fields {sorted(unknown)} in {where}", f"{', '.join(names)}, us, kernel")
+    kernel = values.get("kernel")
+    if kernel not in (None, *MEASURED_KERNELS):
+        raise _broken(path, f"kernel {kernel!r} in {where}", " or ".join(MEASURED_KERNELS))
+    tile_values = {name: values[name] for name in names if name in values}
+    if not tile_values and kernel == "cutlass":
+        return Entry(None, kernel)
+    missing = [name for name in names if name not in values and name not in ("split_k", "swap")]
+    if missing:
+        raise _broken(path, f"no {', '.join(missing)} in {where}", "all fields of a tile")
+    for name, value in tile_values.items():
+        if name == "swap":
+            fits, expected = isinstance(value, bool), "true or false"
+        elif name in ("num_stages", "split_k"):
+            fits, expected = type(value) is int and value >= 1, "a whole number from 1"
+        else:
+            least = 1 if name == "num_warps" else 16
+            fits = type(value) is int and value >= least and bucket_of(value) == value
+            expected = f"a power of two from {least}"
+        if not fits:
+            raise _broken(path, f"{name} {value!r} in {where}", expected)
+    tile = Tile(**tile_values)
+    limit = max_shared_bytes(capability)
+    if tile.stage_bytes > limit:
+        raise _broken(
+            path, f"{where}, whose stages take {tile.stage_bytes} bytes", f"at most {limit}, the shared memory of this GPU"
+        )
+    return Entry(tile, kernel)
+
+
+def _broken(path: Path, got: str, expected: str) -> ValueError:
+    return ValueError(f"{path}: got {got}, expected {expected}. Correct it, or delete it and run `vllm-w8a8 tune` again.")

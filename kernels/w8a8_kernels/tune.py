@@ -1,0 +1,397 @@
+"""Measures tiles of the tensor-core GEMM on the GPU at hand, and writes the file that `w8a8_kernels.tiles` reads."""
+
+import fcntl
+import json
+import logging
+import multiprocessing
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from w8a8_kernels.select import MAX_K, MIN_TRITON_CAPABILITY
+from w8a8_kernels.tiles import (
+    Tile,
+    bucket_of,
+    default_tile,
+    file_name,
+    forget_files,
+    max_shared_bytes,
+    read_file,
+    read_table,
+)
+
+DTYPE = torch.bfloat16
+
+# Compiling is the longer part of tuning; beyond this many processes, loading torch in each takes longer than it saves.
+MAX_WORKERS = 16
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What a tile depends on: the exact name, compute capability, and number of multiprocessors."""
+
+    device_name: str
+    capability: tuple[int, int]
+    num_sms: int
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Microseconds of quantizer and product: of every tile that runs, and of vLLM's CUTLASS product where it can run."""
+
+    us: dict[Tile, float]
+    cutlass_us: float | None = None
+
+
+Measure = Callable[[int, int, int, list[Tile]], Measurement]
+Progress = Callable[[int, int, str], None]
+
+
+def current_gpu() -> Gpu:
+    """The current CUDA device.
+
+    Raises:
+        ValueError: there is none, or it has no int8 tensor cores that Triton compiles for.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError("got no GPU that PyTorch sees, expected an NVIDIA GPU: tiles are measured on the GPU they are for")
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    gpu = Gpu(torch.cuda.get_device_name(), (properties.major, properties.minor), properties.multi_processor_count)
+    _check_capability(gpu.capability)
+    return gpu
+
+
+def _check_capability(capability: tuple[int, int]) -> None:
+    if capability < MIN_TRITON_CAPABILITY:
+        got, least = (".".join(map(str, c)) for c in (capability, MIN_TRITON_CAPABILITY))
+        raise ValueError(f"got compute capability {got}, expected {least} or newer: older GPUs have no tiles to measure")
+
+
+def candidates(M: int, N: int, K: int, capability: tuple[int, int], num_sms: int) -> list[Tile]:
+    """A few dozen tiles for M rows (of which the bucket counts), the rule's own first.
+
+    Their ranges are those in which the best of 392 tiles lay on an H200
+    (benchmarks/results/split-k-tiles-nvidia-h200-2026-11-29.json): up to 16 rows always swapped and with 4 warps; K is split
+    only while that leaves no more than 4 programs for each multiprocessor, and 2 steps for each part.
+
+    Raises:
+        ValueError: the compute capability is below 8.0.
+    """
+    _check_capability(capability)
+    M = bucket_of(M)
+    first = default_tile(M, N, K, num_sms=num_sms, capability=capability)
+    # Columns: block_m, block_n, block_k, num_warps, num_stages, split_k, swap.
+    if K % 16 != 0:
+        # Rows are loaded code by code, with an address each: larger blocks spill registers.
+        grid = product((16, 32), (32, 64), (32, 64), (4,), (2, 3), (1, 2), (False,))
+    elif M <= 16:
+        grid = product((16,), (32, 64, 128), (128, 256, 512), (4,), (3, 4, 6), (1, 2, 4), (True,))
+    elif M <= 32:
+        grid = product((32,), (32, 64, 128), (128, 256), (4,), (4, 6), (1, 2, 4), (False, True))
+    elif M <= 64:
+        grid = product((64,), (32, 64, 128), (128, 256), (4,), (3, 4, 5), (1, 2), (False, True))
+    elif M <= 128:
+        grid = product((128,), (64, 128), (128,), (4, 8), (3, 4, 5), (1, 2), (False, True))
+    else:
+        blocks = ((128, 64), (128, 128), (128, 256), (256, 128))
+        grid = ((*block, *rest) for block in blocks for rest in product((128,), (4, 8), (3, 4), (1, 2), (False, True)))
+    tiles = [first]
+    for tile in (Tile(*columns) for columns in grid):
+        programs = -(-M // tile.block_m) * -(-N // tile.block_n) * tile.split_k
+        steps = -(-K // tile.block_k) // tile.split_k
+        split_too_far = tile.split_k > 1 and (programs > 4 * num_sms or steps < 2)
+        # An accumulator of 128 x 256 needs all registers of 8 warps.
+        too_few_warps = tile.block_m * tile.block_n > 128 * 32 * tile.num_warps
+        too_long = tile.block_k > max(bucket_of(K), first.block_k)
+        too_large = tile.stage_bytes > max_shared_bytes(capability)
+        if not (split_too_far or too_few_warps or too_long or too_large or tile in tiles):
+            tiles.append(tile)
+    return tiles
+
+
+def tune(
+    shapes: Iterable[tuple[int, int]],
+    batch_sizes: Sequence[int],
+    out: str | Path,
+    *,
+    progress: Progress | None = None,
+    measure: Measure | None = None,
+    gpu: Gpu | None = None,
+) -> Path:
+    """Measure the best tile of every weight and bucket of rows, and write each at once.
+
+    What the file has from the same versions of torch, Triton and vLLM is not measured again, so a stopped run goes on where it
+    stopped, and several processes can fill one file. A file from other versions is put aside as `.json.old`.
+
+    Args:
+        shapes: (N, K) of the weights.
+        batch_sizes: numbers of rows, each taken to the next power of two.
+        out: folder of the file, made where it is missing.
+        progress: called with cells done, cells in all, and what is next.
+        measure: times tiles, the first of which is the rule's; default: on the current GPU (`GpuMeasure`).
+        gpu: whose file it is; default: the current one.
+
+    Returns:
+        the file.
+
+    Raises:
+        ValueError: no GPU, shapes or batch sizes out of range, or the file there is broken.
+        RuntimeError: a tile gives another result than the rule's.
+    """
+    buckets = sorted({bucket_of(M) for M in batch_sizes if M >= 1})
+    if not buckets or min(batch_sizes) < 1:
+        raise ValueError(f"tune: got batch sizes {list(batch_sizes)}, expected one at least, each from 1")
+    shapes = list(dict.fromkeys(shapes))
+    if not shapes or any(N < 1 or not 1 <= K <= MAX_K for N, K in shapes):
+        raise ValueError(f"tune: got shapes {shapes}, expected one (N, K) at least, N from 1 and K from 1 to {MAX_K}")
+    gpu = gpu or current_gpu()
+    path = Path(out) / file_name(gpu.device_name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    cells = [(M, N, K) for N, K in shapes for M in buckets]
+    own = _given(measure) if measure is not None else GpuMeasure(gpu)
+    with own as timer:
+        for i, (M, N, K) in enumerate(cells):
+            if progress is not None:
+                progress(i, len(cells), f"{N}x{K}, {M} rows")
+            if not _has(path, gpu, M, N, K):
+                entry = _best(timer(M, N, K, candidates(M, N, K, gpu.capability, gpu.num_sms)), M, N, K)
+                _add(path, gpu, M, N, K, entry)
+    if progress is not None:
+        progress(len(cells), len(cells), "done")
+    forget_files()
+    return path
+
+
+@contextmanager
+def _given(measure: Measure) -> Iterator[Measure]:
+    yield measure
+
+
+def _best(measured: Measurement, M: int, N: int, K: int) -> dict:
+    if not measured.us:
+        raise RuntimeError(f"tune: no tile ran for {N}x{K} and {M} rows, not even the rule's")
+    tile = min(measured.us, key=measured.us.get)
+    us, kernel = measured.us[tile], {}
+    if measured.cutlass_us is not None:
+        kernel = {"kernel": "cutlass" if measured.cutlass_us < us else "triton"}
+    best = min(us, us if measured.cutlass_us is None else measured.cutlass_us)
+    return {**asdict(tile), **kernel, "us": round(best, 3)}
+
+
+def installed_versions() -> dict[str, str | None]:
+    """Versions of what a measurement depends on; None for what is not installed."""
+
+    def installed(package: str) -> str | None:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return None
+
+    return {package: installed(package) for package in ("torch", "triton", "vllm")}
+
+
+def _has(path: Path, gpu: Gpu, M: int, N: int, K: int) -> bool:
+    if not path.exists():
+        return False
+    content = read_file(path, gpu.device_name, gpu.capability)
+    return content["versions"] == installed_versions() and M in read_table(path, gpu.device_name, gpu.capability).get(
+        (N, K), ()
+    )
+
+
+def _add(path: Path, gpu: Gpu, M: int, N: int, K: int, entry: dict) -> None:
+    """Put one entry into the file as it is by then, which another process may have written meanwhile."""
+    with path.with_name(f".{path.stem}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        versions, tiles = installed_versions(), {}
+        if path.exists():
+            content = read_file(path, gpu.device_name, gpu.capability)
+            if content["versions"] == versions:
+                tiles = content["tiles"]
+            else:
+                shutil.copyfile(path, path.with_suffix(".json.old"))
+                log.warning("%s is from other versions (%s): put aside as .json.old", path, content["versions"])
+        buckets = tiles.setdefault(f"{N}x{K}", {})
+        buckets[str(M)] = entry
+        tiles[f"{N}x{K}"] = dict(sorted(buckets.items(), key=lambda item: int(item[0])))
+        content = {
+            "device": gpu.device_name,
+            "capability": list(gpu.capability),
+            "date": datetime.now(timezone.utc).date().isoformat(),
+            "versions": versions,
+            "tiles": tiles,
+        }
+        # In the same folder, so that the rename is one step: a reader, or a run after a crash, sees the old file or the new.
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.stem}-", suffix=".tmp", delete=False) as file:
+            try:
+                json.dump(content, file, indent=1)
+                file.write("\n")
+                file.flush()
+                os.fsync(file.fileno())
+                os.chmod(file.name, 0o644)
+                os.replace(file.name, path)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+
+
+class _CompileTarget:
+    """As much of a Triton driver as compiling needs: processes that only compile take no memory of the GPU."""
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        self._capability = capability[0] * 10 + capability[1]
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self._capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def _use_compile_target(capability: tuple[int, int]) -> None:
+    import triton
+
+    triton.runtime.driver.set_active(_CompileTarget(capability))
+
+
+def _compile(N: int, K: int, tile: Tile, pdl: bool) -> str | None:
+    from w8a8_kernels.scaled_mm.split_k import compile_split_k
+
+    try:
+        compile_split_k(N, K, tile, DTYPE, pdl=pdl)
+    except Exception as error:  # whatever a compiler says: the tile is out, the others still count
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+class Compilers(AbstractContextManager):
+    """Processes that compile tiles into Triton's cache on disk, where the measuring process finds them.
+
+    Args:
+        capability: of the GPU to compile for; it need not be there.
+        workers: how many; default: one for each CPU, `MAX_WORKERS` at most.
+    """
+
+    def __init__(self, capability: tuple[int, int], workers: int | None = None) -> None:
+        self._capability = capability
+        # Not forked: CUDA does not outlive a fork.
+        self._pool = ProcessPoolExecutor(
+            workers or min(os.cpu_count() or 1, MAX_WORKERS),
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=_use_compile_target,
+            initargs=(capability,),
+        )
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def compile(self, N: int, K: int, tiles: list[Tile]) -> list[Tile]:
+        """Compile what a product with weight [N, K] launches.
+
+        Returns:
+            the tiles that compile.
+        """
+        pdl = _has_dependent_launch(self._capability)
+        futures = [self._pool.submit(_compile, N, K, tile, pdl) for tile in tiles]
+        compiled = []
+        for tile, future in zip(tiles, futures, strict=True):
+            refusal = future.result()
+            if refusal is None:
+                compiled.append(tile)
+            else:
+                log.warning("%s does not compile for %dx%d: %s", tile, N, K, refusal)
+        return compiled
+
+
+def _has_dependent_launch(capability: tuple[int, int]) -> bool:
+    from w8a8_kernels.ops import MIN_DEPENDENT_LAUNCH_CAPABILITY
+
+    return capability >= MIN_DEPENDENT_LAUNCH_CAPABILITY
+
+
+class GpuMeasure(AbstractContextManager):
+    """Times tiles on the current GPU: quantizer and product, CUDA graphs, rotating weights that are cold in cache.
+
+    Args:
+        gpu: what the GPU is.
+        device: where the tensors are; default: the current CUDA device.
+    """
+
+    def __init__(self, gpu: Gpu, device: torch.device | None = None) -> None:
+        self._gpu = gpu
+        self._device = device or torch.device("cuda", torch.cuda.current_device())
+        self._compilers = Compilers(gpu.capability)
+
+    def __exit__(self, *error: object) -> None:
+        self._compilers.__exit__(*error)
+
+    def __call__(self, M: int, N: int, K: int, tiles: list[Tile]) -> Measurement:
+        """Time the tiles, the first of which is the rule's, for M rows and weights [N, K].
+
+        Raises:
+            RuntimeError: a tile gives other bits than the first one.
+        """
+        from triton.runtime.errors import OutOfResources
+
+        from w8a8_kernels.ops import device_facts, quantize
+        from w8a8_kernels.scaled_mm.cutlass import scaled_mm_cutlass
+        from w8a8_kernels.scaled_mm.split_k import scaled_mm_split_k
+        from w8a8_kernels.select import cutlass_refusal
+        from w8a8_kernels.timing import call_count, graph_us
+
+        gpu, device = self._gpu, self._device
+        tiles = self._compilers.compile(N, K, tiles)
+        copies, n_calls = call_count(M, N, K, device)
+        pdl = _has_dependent_launch(gpu.capability)
+        sets = [
+            (
+                torch.randn(M, K, dtype=DTYPE, device=device),
+                torch.randint(-127, 128, (N, K), dtype=torch.int8, device=device),
+                torch.rand(N, 1, device=device) / (127 * K**0.5),
+            )
+            for _ in range(copies)
+        ]
+
+        def ours(i: int, tile: Tile) -> torch.Tensor:
+            x, weight, scale = sets[i % copies]
+            facts = {"num_sms": gpu.num_sms, "capability": gpu.capability, "tile": tile, "pdl": pdl}
+            return scaled_mm_split_k(*quantize(x), weight, scale, None, DTYPE, **facts)
+
+        def cutlass(i: int) -> torch.Tensor:
+            x, weight, scale = sets[i % copies]
+            return scaled_mm_cutlass(*quantize(x), weight, scale, None, DTYPE)
+
+        us: dict[Tile, float] = {}
+        expected: torch.Tensor | None = None
+        for tile in tiles:
+            try:
+                result = ours(0, tile)
+            except OutOfResources as error:
+                log.info("%s does not fit this GPU: %s", tile, error)
+                continue
+            if expected is None:
+                expected = result
+            elif not torch.equal(result, expected):
+                raise RuntimeError(f"tune: {tile} gives other bits than {tiles[0]} for {M} rows and a weight {N}x{K}")
+            us[tile] = graph_us([lambda i=i, tile=tile: ours(i, tile) for i in range(n_calls)])
+        cutlass_us = None
+        if cutlass_refusal(device_facts(device), N, K, DTYPE) is None:
+            cutlass_us = graph_us([lambda i=i: cutlass(i) for i in range(n_calls)])
+        return Measurement(us, cutlass_us)
