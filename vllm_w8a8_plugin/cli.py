@@ -1,6 +1,8 @@
 """The `vllm-w8a8` command. Heavy imports stay inside the commands, so that `--help` answers at once."""
 
 import os
+import signal
+import sys
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -51,7 +53,9 @@ def convert(
         bool, typer.Option("--quantize-lm-head", help="Quantize lm_head too. If it is tied to the embedding, it gets a copy.")
     ] = False,
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest weight file, as 4GB or 500MB.")] = "4GB",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is a model folder.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace OUT, with everything in it, if it is a model folder.")
+    ] = False,
 ) -> None:
     """Convert a checkpoint to W8A8. Everything is checked before anything is written."""
     from rich.console import Console
@@ -60,6 +64,8 @@ def convert(
     from w8a8_converters import convert as converter
     from w8a8_converters.errors import ConversionError
 
+    # As Ctrl-C: job schedulers and containers end a process so, and the partial folder must go.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
@@ -90,6 +96,9 @@ def convert(
     except ConversionError as error:
         typer.secho(f"error: {error}", fg=typer.colors.RED, err=True)
         raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        typer.secho(f"interrupted: {out} was not written", fg=typer.colors.RED, err=True)
+        raise typer.Exit(130) from None
     _print_report(report, console)
 
 

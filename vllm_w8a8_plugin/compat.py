@@ -3,7 +3,10 @@
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import re
+
+from w8a8_kernels.select import KERNEL_VARIABLE, Facts, select_scaled_mm
 
 OLDEST, TOO_NEW = "0.25.1", "0.34"
 INSTALL = "pip install 'vllm-w8a8-plugin[cuda]' on an NVIDIA GPU, 'vllm-w8a8-plugin[cpu]' without one"
@@ -47,6 +50,24 @@ def load_vllm_ops() -> None:
     from vllm.platforms import current_platform
 
     current_platform.import_kernels()
+
+
+def check_forced_kernel() -> None:
+    """Raise ValueError where VLLM_W8A8_KERNEL names a kernel that cannot run on vLLM's platform. Touches no GPU."""
+    if not os.environ.get(KERNEL_VARIABLE):
+        return
+    from vllm.platforms import current_platform
+
+    capability = current_platform.get_device_capability()
+    is_cpu = current_platform.is_cpu()
+    select_scaled_mm(
+        Facts(
+            None if is_cpu or capability is None else (capability.major, capability.minor),
+            has_triton=importlib.util.find_spec("triton") is not None,
+            has_onednn=is_cpu,
+            has_cutlass=current_platform.is_cuda(),
+        )
+    )
 
 
 # What the compile pass is made of; nothing of it is promised by vLLM or torch.

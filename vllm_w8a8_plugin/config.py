@@ -1,5 +1,6 @@
 """The quantization config `w8a8`: which checkpoint it is, which layers are int8, and the method of each layer."""
 
+import difflib
 import logging
 from typing import Any
 
@@ -25,10 +26,13 @@ class W8A8Config(QuantizationConfig):
 
     def __init__(self, online: bool = True, skip: list[str] | None = None) -> None:
         super().__init__()
+        envs.check()
+        compat.check_forced_kernel()
         self.online = online
         if skip is None:
             skip = envs.skip_modules() if online else []
         self.rules = SkipRules(skip)
+        self._seen: set[str] = set()
 
     def __repr__(self) -> str:
         return f"W8A8Config(online={self.online}, skip={list(self.rules.patterns)})"
@@ -98,11 +102,13 @@ class W8A8Config(QuantizationConfig):
         from vllm_w8a8_plugin.linear import W8A8LinearMethod, W8A8OnlineLinearMethod
 
         if isinstance(layer, LinearBase):
+            parent, _, last = prefix.rpartition(".")
+            self._seen.update(f"{parent}.{part}" for part in self.packed_modules_mapping.get(last, [last]))
             kept = self.online and not is_quantized_by_default(f"{prefix}.weight", ndim=2)
             if kept or self.rules.skips_fused(prefix, self.packed_modules_mapping):
                 return UnquantizedLinearMethod()
             _fuse_when_compiled()
-            return W8A8OnlineLinearMethod() if self.online else W8A8LinearMethod()
+            return W8A8OnlineLinearMethod(self.warn_unmatched) if self.online else W8A8LinearMethod()
         if isinstance(layer, RoutedExperts):
             if not self.online and not self.rules.skips(prefix):
                 raise ValueError(f"{prefix}: int8 experts of a checkpoint are not supported yet; convert with --skip experts")
@@ -111,6 +117,13 @@ class W8A8Config(QuantizationConfig):
         if isinstance(layer, ParallelLMHead) and not self.online and not self.rules.skips(prefix):
             return W8A8LinearMethod()
         return None
+
+    def warn_unmatched(self) -> None:
+        """Warn of skip patterns that match no linear layer. For when all layers are built."""
+        for pattern in self.rules.unmatched(self._seen):
+            near = difflib.get_close_matches(pattern, {name.rpartition(".")[2] for name in self._seen})
+            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            log.once(f"{envs.SKIP_MODULES}: {pattern!r} matches no linear layer of this model{hint}", logging.WARNING)
 
 
 def _fuse_when_compiled() -> None:

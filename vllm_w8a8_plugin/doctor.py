@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass, field
 
 import vllm_w8a8_plugin
-from vllm_w8a8_plugin import compat
+from vllm_w8a8_plugin import compat, envs
 
 ENTRY_POINT_GROUP = "vllm.general_plugins"
 ENTRY_POINT = "w8a8"
@@ -79,6 +79,10 @@ def _diagnose_kernels(result: Diagnosis) -> None:
     else:
         device = torch.device("cpu")
         result.facts.append(("device", f"CPU ({torch.backends.cpu.get_cpu_capability()}), no GPU visible to PyTorch"))
+    try:
+        envs.check()
+    except ValueError as error:
+        result.problems.append(str(error))
     facts = device_facts(device)
     try:
         for rows in ROWS:

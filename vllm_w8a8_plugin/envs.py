@@ -64,6 +64,12 @@ def fusion() -> bool:
     return _yes(FUSION, default=True)
 
 
+def check() -> None:
+    """Raise ValueError for a variable with a value that it does not know."""
+    enabled()
+    fusion()
+
+
 def _yes(name: str, default: bool) -> bool:
     value = os.environ.get(name, "").strip().lower()
     if value == "":

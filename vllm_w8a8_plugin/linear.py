@@ -74,6 +74,11 @@ class W8A8OnlineLinearMethod(W8A8LinearMethod):
 
     uses_meta_device = True
 
+    def __init__(self, all_built: Callable[[], None]) -> None:
+        """`all_built` is called when the model's layers are all there, once for each of them."""
+        super().__init__()
+        self._all_built = all_built
+
     def create_weights(
         self,
         layer: torch.nn.Module,
@@ -103,6 +108,7 @@ class W8A8OnlineLinearMethod(W8A8LinearMethod):
         # vLLM calls this when the layer is complete and once more for all layers; its own methods use this flag, too.
         if getattr(layer, "_already_called_process_weights_after_loading", False):
             return
+        self._all_built()
         codes, scale = quantize_weight(layer.weight.data, layer.w8a8_amax)
         layer.w8a8_amax = None
         replace_parameter(layer, "weight", codes)

@@ -26,6 +26,7 @@ def register_plugin() -> None:
     vllm.envs.environment_variables.update(envs.readers())
     if QUANTIZATION not in QUANTIZATION_METHODS:
         register_quantization_config(QUANTIZATION)(W8A8Config)
+    envs.check()
     if envs.enabled():
         _wrap_create_model_config()
 

@@ -25,8 +25,10 @@ def check_output(out: Path, sources: list[Path], overwrite: bool) -> None:
     if any(out.iterdir()):
         if not overwrite:
             raise ConversionError(f"OUT {out} exists and is not empty: choose another name or give --overwrite")
-        if not (out / "config.json").is_file():
-            raise ConversionError(f"OUT {out} holds no config.json, so it is not a model folder: it is not overwritten")
+        if not (out / "config.json").is_file() or not any(out.glob("*.safetensors")):
+            raise ConversionError(
+                f"OUT {out} holds no config.json or no safetensors file, so it is no model folder: it is not overwritten"
+            )
 
 
 @contextmanager

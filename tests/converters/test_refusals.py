@@ -178,7 +178,9 @@ def test_output_exists(checkpoint, refuses, tmp_path):
     out.mkdir()
     (out / "thesis.tex").write_text("precious")
     refuses(src, "not empty: choose another name or give --overwrite")
-    refuses(src, "no config.json, so it is not a model folder", overwrite=True)
+    refuses(src, "no config.json or no safetensors file, so it is no model folder", overwrite=True)
+    (out / "config.json").write_text("{}")
+    refuses(src, "no config.json or no safetensors file, so it is no model folder", overwrite=True)
     assert (out / "thesis.tex").read_text() == "precious"
 
 
@@ -322,7 +324,14 @@ def test_extra_files_are_not_used_but_noted(checkpoint, tmp_path):
     save_file({"x": torch.ones(1)}, src / "model-00003-of-00003.safetensors")
     save_file({"x": torch.ones(1)}, src / "consolidated.safetensors")
     report = convert(src, tmp_path / "out")
-    assert report.notes == [f"not in {INDEX}, not used: model-00003-of-00003.safetensors"]
+    assert f"not in {INDEX}, not used: model-00003-of-00003.safetensors" in report.notes
+
+
+def test_missing_tokenizer_is_noted(checkpoint, tmp_path):
+    src = checkpoint()
+    assert any("no tokenizer to carry over" in note for note in convert(src, tmp_path / "without").notes)
+    (src / "tokenizer.json").write_text("{}")
+    assert not any("tokenizer" in note for note in convert(src, tmp_path / "with").notes)
 
 
 # The child stops in the middle of writing the second of several shards and says so.

@@ -3,6 +3,7 @@ import pickle
 from types import SimpleNamespace
 
 import pytest
+import torch
 from checkpoints import AWQ, COMPRESSED_TENSORS, FP8, GPTQ, NATIVE, changed
 
 pytest.importorskip("vllm", reason="vLLM is not installed: `make test` installs it")
@@ -93,6 +94,36 @@ def test_pickles(monkeypatch: pytest.MonkeyPatch) -> None:
         assert repr(other) == repr(config)
         assert other.rules.skips("model.layers.1.mlp.down_proj")
         assert not other.rules.skips("model.layers.1.self_attn.o_proj")
+
+
+def test_warns_of_skip_patterns_that_match_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("vllm_w8a8_plugin.log.once", lambda message, level: said.append(message))
+    monkeypatch.setenv("VLLM_W8A8_SKIP_MODULES", "down_prj,o_proj,qkv_proj")
+    config = W8A8Config()
+    config._seen |= {f"model.layers.0.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj")}
+    config.warn_unmatched()
+    assert said == [
+        "VLLM_W8A8_SKIP_MODULES: 'down_prj' matches no linear layer of this model; did you mean down_proj or o_proj?"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("VLLM_W8A8_KERNEL", "nonsense", "no such kernel. Known: triton"),
+        ("VLLM_W8A8_KERNEL", "triton", "VLLM_W8A8_KERNEL=triton cannot run here: the Triton kernels need a GPU"),
+        ("VLLM_W8A8_FUSION", "perhaps", "VLLM_W8A8_FUSION='perhaps': expected 1 or 0"),
+    ],
+)
+def test_bad_variables_fail_before_a_model_is_built(
+    variable: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if torch.cuda.is_available() and value == "triton":
+        pytest.skip("Triton runs on this machine's GPU")
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=message):
+        W8A8Config()
 
 
 def test_bad_switch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from vllm_w8a8_plugin.cli import app
 
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("VLLM_W8A8_KERNEL", "VLLM_PLUGINS"):
+    for name in ("VLLM_W8A8_KERNEL", "VLLM_W8A8_ENABLE", "VLLM_W8A8_FUSION", "VLLM_PLUGINS"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -23,6 +23,8 @@ def test_reports_and_passes() -> None:
     ("variable", "value", "problem"),
     [
         ("VLLM_PLUGINS", "lora_resolver", "leaves the plugin out: add 'w8a8' to it or unset it"),
+        ("VLLM_W8A8_ENABLE", "maybe", "VLLM_W8A8_ENABLE='maybe': expected 1 or 0"),
+        ("VLLM_W8A8_FUSION", "perhaps", "VLLM_W8A8_FUSION='perhaps': expected 1 or 0"),
         ("VLLM_W8A8_KERNEL", "fastest", "no such kernel. Known: triton, cutlass, dp4a, onednn, torch"),
     ],
 )
