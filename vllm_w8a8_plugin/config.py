@@ -119,9 +119,12 @@ class W8A8Config(QuantizationConfig):
         return None
 
     def warn_unmatched(self) -> None:
-        """Warn of skip patterns that match no linear layer. For when all layers are built."""
-        for pattern in self.rules.unmatched(self._seen):
-            near = difflib.get_close_matches(pattern, {name.rpartition(".")[2] for name in self._seen})
+        """Warn of skip patterns that match no linear layer. For when all layers are built; only the first call looks."""
+        seen, self._seen = self._seen, set()
+        if not seen:
+            return
+        for pattern in self.rules.unmatched(seen):
+            near = difflib.get_close_matches(pattern, {name.rpartition(".")[2] for name in seen})
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
             log.once(f"{envs.SKIP_MODULES}: {pattern!r} matches no linear layer of this model{hint}", logging.WARNING)
 
