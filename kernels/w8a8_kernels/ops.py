@@ -18,13 +18,10 @@ from w8a8_kernels.quantize.reference import (
 from w8a8_kernels.scaled_mm.cutlass import has_cutlass, scaled_mm_cutlass
 from w8a8_kernels.scaled_mm.onednn import has_onednn, pack_weight_onednn, scaled_mm_onednn
 from w8a8_kernels.scaled_mm.reference import scaled_mm_reference
-from w8a8_kernels.select import MAX_K, Choice, Facts, select_quantize, select_scaled_mm
+from w8a8_kernels.select import MAX_K, MIN_DEPENDENT_LAUNCH_CAPABILITY, Choice, Facts, select_quantize, select_scaled_mm
 from w8a8_kernels.tiles import Tile, kernel_for, tile_for
 
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-# From here on a kernel can let the next one start before it ends (programmatic dependent launch).
-MIN_DEPENDENT_LAUNCH_CAPABILITY = (9, 0)
 
 # The library object must stay alive: dropping it unregisters the ops.
 _LIBRARY = torch.library.Library("w8a8", "FRAGMENT")
@@ -81,7 +78,7 @@ def measured_tile(device: torch.device, M: int, N: int, K: int) -> Tile:
     return tile_for(M, N, K, device_name=_device_name(device), capability=capability, num_sms=_num_sms(device))
 
 
-def _launches_dependents(facts: Facts) -> bool:
+def _has_pdl(facts: Facts) -> bool:
     return facts.capability is not None and facts.capability >= MIN_DEPENDENT_LAUNCH_CAPABILITY
 
 
@@ -90,7 +87,7 @@ def _quantize_cuda(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if select_quantize(facts).kernel == "triton":
         from w8a8_kernels.quantize.row import quantize_row
 
-        return quantize_row(x, launch_dependents=_launches_dependents(facts))
+        return quantize_row(x, pdl=_has_pdl(facts))
     return quantize_reference(x)
 
 
@@ -101,7 +98,7 @@ def _rms_norm_quantize_cuda(
     if select_quantize(facts).kernel == "triton":
         from w8a8_kernels.quantize.rms_norm import rms_norm_quantize_row
 
-        return rms_norm_quantize_row(x, weight, eps, weight_offset, launch_dependents=_launches_dependents(facts))
+        return rms_norm_quantize_row(x, weight, eps, weight_offset, pdl=_has_pdl(facts))
     return rms_norm_quantize_reference(x, weight, eps, weight_offset)
 
 
@@ -112,9 +109,7 @@ def _add_rms_norm_quantize_cuda(
     if select_quantize(facts).kernel == "triton":
         from w8a8_kernels.quantize.rms_norm import add_rms_norm_quantize_row
 
-        return add_rms_norm_quantize_row(
-            x, residual, weight, eps, weight_offset, launch_dependents=_launches_dependents(facts)
-        )
+        return add_rms_norm_quantize_row(x, residual, weight, eps, weight_offset, pdl=_has_pdl(facts))
     return add_rms_norm_quantize_reference(x, residual, weight, eps, weight_offset)
 
 
@@ -123,7 +118,7 @@ def _silu_mul_quantize_cuda(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     if select_quantize(facts).kernel == "triton":
         from w8a8_kernels.quantize.silu_mul import silu_mul_quantize_row
 
-        return silu_mul_quantize_row(x, launch_dependents=_launches_dependents(facts))
+        return silu_mul_quantize_row(x, pdl=_has_pdl(facts))
     return silu_mul_quantize_reference(x)
 
 
@@ -153,7 +148,7 @@ def _scaled_mm_cuda(
             num_sms=_num_sms(x.device),
             capability=facts.capability,
             tile=measured_tile(x.device, M, N, K),
-            pdl=_launches_dependents(facts),
+            pdl=_has_pdl(facts),
         )
     if kernel == "cutlass":
         return scaled_mm_cutlass(x, x_scale, weight, weight_scale, bias, out_dtype)

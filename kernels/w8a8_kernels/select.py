@@ -17,6 +17,9 @@ MIN_TRITON_CAPABILITY = (8, 0)
 # dp4a itself is older, but Triton compiles for nothing below.
 MIN_DP4A_CAPABILITY = (7, 0)
 
+# From here on a kernel can start before the one before it ends (programmatic dependent launch).
+MIN_DEPENDENT_LAUNCH_CAPABILITY = (9, 0)
+
 # vLLM's CUTLASS int8 product: what it is built for, and from how many rows on it is taken before Triton. On an H200, at 512
 # to 8192 rows and two weights, it ran at 1,305 to 1,567 TOPS, a persistent Triton kernel with tensor descriptors at 1,017 to
 # 1,298 (benchmarks/results/split-k-tiles-nvidia-h200-2026-11-29.json).

@@ -35,7 +35,8 @@ class Tile:
     """Tile of one program, and how many programs share one tile's K dimension.
 
     `swap` multiplies weight x activations.T: the weight's rows take the instruction's wide side, so that few rows of x waste
-    less of it.
+    less of it. `prefetch`, capability 9.0 and newer: so many bytes of each weight row are asked of L2 while the kernel before
+    still runs.
     """
 
     block_m: int
@@ -45,6 +46,7 @@ class Tile:
     num_stages: int
     split_k: int = 1
     swap: bool = False
+    prefetch: int = 0
 
     @property
     def stage_bytes(self) -> int:
@@ -87,28 +89,29 @@ def _with_stages(tile: Tile, shared_bytes: int) -> Tile:
 def default_tile(M: int, N: int, K: int, *, num_sms: int, capability: tuple[int, int]) -> Tile:
     """A tile by rule, for capability 8.0 and newer.
 
-    The numbers are the best of 392 tiles on an H200 at seven shapes of weights and M 16, 64 and 128
-    (benchmarks/results/split-k-tiles-nvidia-h200-2026-11-29.json); few rows stream the weight once, in blocks small enough
+    The numbers are near the best of about 200 on an H200 at seven shapes of weights and M 1, 16, 64 and 128
+    (benchmarks/results/chained-tiles-nvidia-h200-2026-11-29.json); few rows stream the weight once, in blocks small enough
     that every multiprocessor has one, and K is split where there are too few.
     """
-    shared_bytes = SHARED_BYTES if capability in MAX_SHARED_BYTES else SMALL_SHARED_BYTES
-    steps = K // 256
+    large = capability in MAX_SHARED_BYTES
+    shared_bytes = SHARED_BYTES if large else SMALL_SHARED_BYTES
     if K % 16 != 0:
         # Rows are loaded code by code, with an address each: larger blocks spill registers.
         return Tile(16 if M <= 16 else 32, 32, 64, num_warps=4, num_stages=2)
-    if M <= 16:
-        block_n = 128 if N >= 96 * num_sms else 64
-        split_k = 4 if -(-N // block_n) * 4 <= num_sms and steps >= 8 else 1
-        return _with_stages(Tile(16, block_n, 256, num_warps=4, num_stages=6, split_k=split_k, swap=True), shared_bytes)
-    if M <= 64:
-        block_n = 32 if N <= 32 * num_sms else 64 if N < 256 * num_sms else 128
-        split_k = 2 if -(-N // block_n) * 2 <= 2 * num_sms and steps >= 32 else 1
-        block_k = 128 if 96 * num_sms <= N < 256 * num_sms else 256
-        return _with_stages(Tile(64, block_n, block_k, num_warps=4, num_stages=5, split_k=split_k), shared_bytes)
     if M <= 128:
-        block_n = 128 if N >= 256 * num_sms else 64
-        split_k = 2 if -(-N // block_n) * 2 <= num_sms and steps >= 8 else 1
-        return _with_stages(Tile(128, block_n, 128, num_warps=4, num_stages=5, split_k=split_k), shared_bytes)
+        wide, very_wide = N >= 96 * num_sms, N >= 256 * num_sms
+        block_n = 128 if very_wide and M <= 64 else 64
+        tiles = -(-N // block_n)
+        split_k = 1 if K < 2048 else 4 if tiles * 4 <= num_sms else 2 if tiles * 2 <= num_sms else 1
+        prefetch = 512 if capability >= (9, 0) and N * K <= 2**24 and M <= 64 else 0
+        if M <= 16:
+            tile = Tile(16, block_n, 256, 4, 3 if wide else 6, split_k, swap=True, prefetch=prefetch)
+        elif M <= 64:
+            rows = 32 if M <= 32 else 64
+            tile = Tile(rows, block_n, 128 if wide else 256, 4, 4 if wide else 5, split_k, swap=M <= 32, prefetch=prefetch)
+        else:
+            tile = Tile(128, 64, 256 if large and not wide else 128, 8, 3, split_k)
+        return _with_stages(tile, shared_bytes)
     # A mask along K takes registers: with 128 columns 16 bytes were spilled on sm_120 (Triton 3.6).
     return _with_stages(Tile(128, 128 if K % 128 == 0 else 64, 128, num_warps=8, num_stages=4), shared_bytes)
 
@@ -220,12 +223,14 @@ def _entry(path: Path, where: str, values: Any, capability: tuple[int, int]) -> 
     tile_values = {name: values[name] for name in names if name in values}
     if not tile_values and kernel == "cutlass":
         return Entry(None, kernel)
-    missing = [name for name in names if name not in values and name not in ("split_k", "swap")]
+    missing = [name for name in names if name not in values and name not in ("split_k", "swap", "prefetch")]
     if missing:
         raise _broken(path, f"no {', '.join(missing)} in {where}", "all fields of a tile")
     for name, value in tile_values.items():
         if name == "swap":
             fits, expected = isinstance(value, bool), "true or false"
+        elif name == "prefetch":
+            fits, expected = type(value) is int and value >= 0 and value % 16 == 0, "a multiple of 16, or 0"
         elif name in ("num_stages", "split_k"):
             fits, expected = type(value) is int and value >= 1, "a whole number from 1"
         else:

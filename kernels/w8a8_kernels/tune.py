@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from w8a8_kernels.select import MAX_K, MIN_TRITON_CAPABILITY
+from w8a8_kernels.select import MAX_K, MIN_DEPENDENT_LAUNCH_CAPABILITY, MIN_TRITON_CAPABILITY
 from w8a8_kernels.tiles import (
     Tile,
     bucket_of,
@@ -31,6 +31,9 @@ from w8a8_kernels.tiles import (
 )
 
 DTYPE = torch.bfloat16
+
+# Larger weights are never fetched early: on an H200 that won up to N 6144, K 4096, and lost for 4096 x 12288 and larger ones.
+MAX_PREFETCH_SIZE = 2**25
 
 # Compiling is the longer part of tuning; beyond this many processes, loading torch in each takes longer than it saves.
 MAX_WORKERS = 16
@@ -82,9 +85,9 @@ def _check_capability(capability: tuple[int, int]) -> None:
 def candidates(M: int, N: int, K: int, capability: tuple[int, int], num_sms: int) -> list[Tile]:
     """A few dozen tiles for M rows (of which the bucket counts), the rule's own first.
 
-    Their ranges are those in which the best of 392 tiles lay on an H200
-    (benchmarks/results/split-k-tiles-nvidia-h200-2026-11-29.json): up to 16 rows always swapped and with 4 warps; K is split
-    only while that leaves no more than 4 programs for each multiprocessor, and 2 steps for each part.
+    They are those that came near the best of about 200 on an H200
+    (benchmarks/results/chained-tiles-nvidia-h200-2026-11-29.json): up to 32 rows always swapped and with 4 warps; K is split
+    only while that leaves no more than 3 programs for each multiprocessor, and 2 steps for each part.
 
     Raises:
         ValueError: the compute capability is below 8.0.
@@ -92,31 +95,50 @@ def candidates(M: int, N: int, K: int, capability: tuple[int, int], num_sms: int
     _check_capability(capability)
     M = bucket_of(M)
     first = default_tile(M, N, K, num_sms=num_sms, capability=capability)
-    # Columns: block_m, block_n, block_k, num_warps, num_stages, split_k, swap.
+    prefetches = (0, 512) if capability >= MIN_DEPENDENT_LAUNCH_CAPABILITY and N * K < MAX_PREFETCH_SIZE else (0,)
+    # Columns: block_m, block_n, block_k, num_warps, num_stages.
     if K % 16 != 0:
         # Rows are loaded code by code, with an address each: larger blocks spill registers.
-        grid = product((16, 32), (32, 64), (32, 64), (4,), (2, 3), (1, 2), (False,))
-    elif M <= 16:
-        grid = product((16,), (32, 64, 128), (128, 256, 512), (4,), (3, 4, 6), (1, 2, 4), (True,))
+        blocks = [*product((16, 32), (32, 64), (32, 64), (4,), (2, 3))]
+        splits, swaps, prefetches = (1, 2), (False,), (0,)
     elif M <= 32:
-        grid = product((32,), (32, 64, 128), (128, 256), (4,), (4, 6), (1, 2, 4), (False, True))
+        rows = max(M, 16)
+        blocks = [
+            (rows, block_n, block_k, 4, stages)
+            for block_n, block_k, some in ((32, 256, (5,)), (64, 128, (6,)), (64, 256, (3, 4, 5, 6)), (64, 512, (3, 5)))
+            for stages in some
+        ]
+        blocks += [(rows, 128, 128, 4, 4), (rows, 128, 128, 4, 6), (rows, 128, 256, 4, 3), (rows, 128, 256, 4, 4)]
+        splits, swaps = (1, 2, 4) if N > 2048 else (1, 4, 8), (True,)
     elif M <= 64:
-        grid = product((64,), (32, 64, 128), (128, 256), (4,), (3, 4, 5), (1, 2), (False, True))
-    elif M <= 128:
-        grid = product((128,), (64, 128), (128,), (4, 8), (3, 4, 5), (1, 2), (False, True))
+        blocks = [(64, 64, 256, 4, 4), (64, 64, 256, 4, 5), (64, 64, 128, 4, 4), (64, 128, 128, 4, 4), (64, 128, 128, 4, 5)]
+        blocks += [(64, 128, 256, 4, 3), (64, 256, 128, 8, 4)]
+        splits, swaps = (1, 2, 4), (False,)
+    elif M <= 256:
+        blocks = [(128, 64, 256, 8, 4), (128, 64, 256, 4, 4), (128, 64, 128, 4, 3), (128, 64, 128, 8, 3)]
+        blocks += [(128, 128, 128, 8, 4), (128, 128, 128, 4, 3), (128, 128, 256, 8, 3), (128, 256, 128, 8, 4)]
+        splits, swaps, prefetches = (1, 2, 4), (False, True), (0,)
     else:
-        blocks = ((128, 64), (128, 128), (128, 256), (256, 128))
-        grid = ((*block, *rest) for block in blocks for rest in product((128,), (4, 8), (3, 4), (1, 2), (False, True)))
+        blocks = [(128, 128, 128, 8, 4), (128, 128, 128, 4, 4), (128, 256, 128, 8, 3), (128, 256, 128, 8, 4)]
+        blocks += [
+            (128, 128, 128, 8, 3),
+            (128, 64, 128, 4, 3),
+            (128, 64, 128, 4, 4),
+            (64, 128, 128, 4, 4),
+            (64, 256, 128, 4, 4),
+        ]
+        splits, swaps, prefetches = (1, 2), (False,), (0,)
+    grid = ((*block, *rest) for block in blocks for rest in product(splits, swaps, prefetches))
     tiles = [first]
-    for tile in (Tile(*columns) for columns in grid):
+    for block_m, block_n, block_k, *rest in grid:
+        tile = Tile(block_m, block_n, min(block_k, max(bucket_of(K), 64)), *rest)
         programs = -(-M // tile.block_m) * -(-N // tile.block_n) * tile.split_k
         steps = -(-K // tile.block_k) // tile.split_k
-        split_too_far = tile.split_k > 1 and (programs > 4 * num_sms or steps < 2)
+        split_too_far = tile.split_k > 1 and (programs > 3 * num_sms or steps < 2)
         # An accumulator of 128 x 256 needs all registers of 8 warps.
         too_few_warps = tile.block_m * tile.block_n > 128 * 32 * tile.num_warps
-        too_long = tile.block_k > max(bucket_of(K), first.block_k)
         too_large = tile.stage_bytes > max_shared_bytes(capability)
-        if not (split_too_far or too_few_warps or too_long or too_large or tile in tiles):
+        if not (split_too_far or too_few_warps or too_large or tile in tiles):
             tiles.append(tile)
     return tiles
 
@@ -321,8 +343,6 @@ class Compilers(AbstractContextManager):
 
 
 def _has_dependent_launch(capability: tuple[int, int]) -> bool:
-    from w8a8_kernels.ops import MIN_DEPENDENT_LAUNCH_CAPABILITY
-
     return capability >= MIN_DEPENDENT_LAUNCH_CAPABILITY
 
 

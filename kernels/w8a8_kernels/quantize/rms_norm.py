@@ -7,8 +7,10 @@ import triton.language as tl
 from w8a8_kernels.quantize.config import QuantizeConfig, quantize_config
 from w8a8_kernels.quantize.row import (
     amax_bits,
+    chain_launches,
     empty_codes,
     encode,
+    launch_options,
     round_to,
     row_reciprocal,
     row_scale,
@@ -68,14 +70,14 @@ def rms_norm_quantize_kernel(
     ONE_BLOCK: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HADAMARD: tl.constexpr,
-    LAUNCH_DEPENDENTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """ROWS rows: sum [M, K] = x + residual where there is one, its norm to codes [M, K] int8 and scale [M] fp32.
 
-    See `add_rms_norm_quantize_reference`. LAUNCH_DEPENDENTS: as in `quantize_row_kernel`.
+    See `add_rms_norm_quantize_reference`. PDL: as in `quantize_row_kernel`.
     """
-    if LAUNCH_DEPENDENTS:
-        tl.extra.cuda.gdc_launch_dependents()
+    if PDL:
+        chain_launches()
     DIVIDE: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     if ONE_BLOCK:
         o_m, o_k, mask = tile_offsets(M, K, 0, ROWS, BLOCK_K)
@@ -124,7 +126,7 @@ def _launch(
     eps: float,
     weight_offset: float,
     config: QuantizeConfig | None,
-    launch_dependents: bool,
+    pdl: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     x = unit_rows(x)
     M, K = x.shape
@@ -153,8 +155,9 @@ def _launch(
             ONE_BLOCK=config.block_k >= K,
             HAS_RESIDUAL=residual is not None,
             HADAMARD=0,
-            LAUNCH_DEPENDENTS=launch_dependents,
+            PDL=pdl,
             num_warps=config.num_warps,
+            **launch_options(pdl),
         )
     return codes, scale, summed
 
@@ -166,7 +169,7 @@ def rms_norm_quantize_row(
     weight_offset: float = 0.0,
     *,
     config: QuantizeConfig | None = None,
-    launch_dependents: bool = False,
+    pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """RMSNorm of every row of `x`, quantized; see `rms_norm_quantize_reference` for the rounding.
 
@@ -176,12 +179,12 @@ def rms_norm_quantize_row(
         weight: [K] floating.
         eps: added to the mean of the squares.
         weight_offset: added to the weight in fp32.
-        config, launch_dependents: as in `quantize_row`.
+        config, pdl: as in `quantize_row`.
 
     Returns:
         codes [M, K] int8 and scale [M, 1] fp32.
     """
-    codes, scale, _ = _launch(x, None, weight, eps, weight_offset, config, launch_dependents)
+    codes, scale, _ = _launch(x, None, weight, eps, weight_offset, config, pdl)
     return codes, scale
 
 
@@ -193,17 +196,17 @@ def add_rms_norm_quantize_row(
     weight_offset: float = 0.0,
     *,
     config: QuantizeConfig | None = None,
-    launch_dependents: bool = False,
+    pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`rms_norm_quantize_row` of `x + residual`, which is returned, too.
 
     Args:
-        x, weight, eps, weight_offset, config, launch_dependents: as in `rms_norm_quantize_row`.
+        x, weight, eps, weight_offset, config, pdl: as in `rms_norm_quantize_row`.
         residual: [M, K] of x's dtype; rows of any stride.
 
     Returns:
         codes [M, K] int8, scale [M, 1] fp32 and the sum [M, K] in x's dtype.
     """
-    codes, scale, summed = _launch(x, residual, weight, eps, weight_offset, config, launch_dependents)
+    codes, scale, summed = _launch(x, residual, weight, eps, weight_offset, config, pdl)
     assert summed is not None
     return codes, scale, summed

@@ -41,6 +41,17 @@ def round_to(b_x, dtype: tl.constexpr):
 
 
 @triton.jit
+def chain_launches():
+    """Programmatic dependent launch: let the kernel after this one start now, then wait for the one before to end.
+
+    What starts early is the launch itself. Waiting comes before every access to memory, writes too: the allocator may hand out
+    memory that an earlier kernel still reads.
+    """
+    tl.extra.cuda.gdc_launch_dependents()
+    tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def tile_offsets(M, K, k_start, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
     """Rows [ROWS, 1] int64, columns [1, BLOCK_K] and mask [ROWS, BLOCK_K] of this program's tile that begins at `k_start`."""
     o_m = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
@@ -132,14 +143,14 @@ def quantize_row_kernel(
     BLOCK_K: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
     HADAMARD: tl.constexpr,
-    LAUNCH_DEPENDENTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """ROWS rows of x [M, K] to codes [M, K] int8 and scale [M] fp32; see `quantize_reference`.
 
-    LAUNCH_DEPENDENTS lets a kernel that was launched for it start before this one ends: it waits before it reads the codes.
+    PDL: programmatic dependent launch, see `chain_launches`.
     """
-    if LAUNCH_DEPENDENTS:
-        tl.extra.cuda.gdc_launch_dependents()
+    if PDL:
+        chain_launches()
     DIVIDE: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     if ONE_BLOCK:
         o_m, o_k, mask = tile_offsets(M, K, 0, ROWS, BLOCK_K)
@@ -164,6 +175,11 @@ def quantize_row_kernel(
     store_scale(scale_ptr, b_scale, b_finite, M, ROWS)
 
 
+def launch_options(pdl: bool) -> dict:
+    """Keyword arguments of a launch: Triton knows `launch_pdl` only for targets that have it, and not in the interpreter."""
+    return {"launch_pdl": True} if pdl else {}
+
+
 def unit_rows(x: torch.Tensor) -> torch.Tensor:
     """x [M, K] with neighbouring elements side by side: copied only where they are not."""
     return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
@@ -183,14 +199,14 @@ def empty_codes(M: int, K: int, device: torch.device) -> tuple[torch.Tensor, tor
 
 
 def quantize_row(
-    x: torch.Tensor, *, config: QuantizeConfig | None = None, launch_dependents: bool = False
+    x: torch.Tensor, *, config: QuantizeConfig | None = None, pdl: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize every row of `x` in one pass; the same bits as `quantize_reference`.
 
     Args:
         x: [M, K], bf16, fp16 or fp32; rows of any stride (other columns than neighbouring ones are copied first).
         config: tile; default: `quantize_config`.
-        launch_dependents: lets a following kernel that asks for it start early. Needs compute capability 9.0.
+        pdl: programmatic dependent launch (capability 9.0 and newer): start while the kernel before is still running.
 
     Returns:
         codes [M, K] int8 and scale [M, 1] fp32.
@@ -211,7 +227,8 @@ def quantize_row(
             BLOCK_K=config.block_k,
             ONE_BLOCK=config.block_k >= K,
             HADAMARD=0,
-            LAUNCH_DEPENDENTS=launch_dependents,
+            PDL=pdl,
             num_warps=config.num_warps,
+            **launch_options(pdl),
         )
     return codes, scale

@@ -7,8 +7,10 @@ import triton.language as tl
 from w8a8_kernels.quantize.config import QuantizeConfig, quantize_config
 from w8a8_kernels.quantize.row import (
     amax_bits,
+    chain_launches,
     empty_codes,
     encode,
+    launch_options,
     round_to,
     row_reciprocal,
     row_scale,
@@ -43,14 +45,14 @@ def silu_mul_quantize_kernel(
     BLOCK_K: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
     HADAMARD: tl.constexpr,
-    LAUNCH_DEPENDENTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """ROWS rows of x [M, 2K]: SiLU·mul to codes [M, K] int8 and scale [M] fp32; see `silu_mul_quantize_reference`.
 
-    LAUNCH_DEPENDENTS: as in `quantize_row_kernel`.
+    PDL: as in `quantize_row_kernel`.
     """
-    if LAUNCH_DEPENDENTS:
-        tl.extra.cuda.gdc_launch_dependents()
+    if PDL:
+        chain_launches()
     DIVIDE: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     if ONE_BLOCK:
         o_m, o_k, mask = tile_offsets(M, K, 0, ROWS, BLOCK_K)
@@ -75,14 +77,14 @@ def silu_mul_quantize_kernel(
 
 
 def silu_mul_quantize_row(
-    x: torch.Tensor, *, config: QuantizeConfig | None = None, launch_dependents: bool = False
+    x: torch.Tensor, *, config: QuantizeConfig | None = None, pdl: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`silu(x[:, :K]) * x[:, K:]`, quantized; see `silu_mul_quantize_reference` for the rounding.
 
     Args:
         x: [M, 2K], bf16, fp16 or fp32; rows of any stride. Results of more than
             `MAX_BLOCK_BYTES` in x's dtype take two passes over x.
-        config, launch_dependents: as in `quantize_row`.
+        config, pdl: as in `quantize_row`.
 
     Returns:
         codes [M, K] int8 and scale [M, 1] fp32.
@@ -103,7 +105,8 @@ def silu_mul_quantize_row(
             BLOCK_K=config.block_k,
             ONE_BLOCK=config.block_k >= K,
             HADAMARD=0,
-            LAUNCH_DEPENDENTS=launch_dependents,
+            PDL=pdl,
             num_warps=config.num_warps,
+            **launch_options(pdl),
         )
     return codes, scale
