@@ -1,4 +1,4 @@
-"""What `vllm-w8a8 doctor` reports: versions, devices, the kernel for each number of rows, what vLLM sees of the plugin."""
+"""What `vllm-w8a8 doctor` reports: versions, devices, Triton's assembler, kernels by rows, what vLLM sees of the plugin."""
 
 import importlib.metadata
 import os
@@ -75,6 +75,7 @@ def _diagnose_kernels(result: Diagnosis) -> None:
         for device in devices:
             major, minor = torch.cuda.get_device_capability(device)
             result.facts.append((str(device), f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"))
+        _diagnose_ptxas(result, sorted({torch.cuda.get_device_capability(device) for device in devices}))
         device = devices[0]
     else:
         device = torch.device("cpu")
@@ -90,3 +91,19 @@ def _diagnose_kernels(result: Diagnosis) -> None:
             result.kernels.append((str(rows), f"{quantizer.kernel} + {product.kernel}", product.reason))
     except ValueError as error:
         result.problems.append(str(error))
+
+
+def _diagnose_ptxas(result: Diagnosis, capabilities: list[tuple[int, int]]) -> None:
+    from w8a8_kernels.ptxas import find_ptxas
+
+    for capability in capabilities:
+        try:
+            ptxas = find_ptxas(capability)
+        except RuntimeError as error:
+            result.facts.append(("ptxas", "unknown"))
+            result.problems.append(str(error))
+            continue
+        result.facts.append(("ptxas", str(ptxas)))
+        problem = ptxas.problem()
+        if problem is not None:
+            result.problems.append(problem)

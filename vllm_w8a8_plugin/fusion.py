@@ -25,6 +25,7 @@ from torch._inductor import pattern_matcher
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from vllm import ir
 from vllm.compilation.passes.inductor_pass import InductorPass, enable_fake_mode
+from vllm.config import CompilationMode
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.platforms import current_platform
 
@@ -91,6 +92,13 @@ def install(vllm_config: "VllmConfig") -> None:
         log.once(f"no fusion with the quantizer: {key} already holds a {type(present).__name__}", logging.WARNING)
         return
     compilation.inductor_compile_config[key] = FusionPass(present)
+
+
+def is_installed(vllm_config: "VllmConfig") -> bool:
+    """Whether graphs that are compiled with this config go through the pass. In eager mode there are none."""
+    compilation = vllm_config.compilation_config
+    held = compilation.inductor_compile_config.values()
+    return compilation.mode != CompilationMode.NONE and any(isinstance(value, FusionPass) for value in held)
 
 
 def fuse(graph: fx.Graph) -> None:

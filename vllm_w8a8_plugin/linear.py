@@ -10,6 +10,7 @@ from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeigh
 from vllm.model_executor.utils import replace_parameter
 
 from vllm_w8a8_plugin import log
+from vllm_w8a8_plugin.warmup import WARMUP
 from w8a8_converters.quantize import quantize_weight
 from w8a8_kernels import int8_linear, pack_weight, select_scaled_mm
 from w8a8_kernels.ops import device_facts
@@ -50,9 +51,10 @@ class W8A8LinearMethod(LinearMethodBase):
     def _prepare(self, layer: torch.nn.Module, params_dtype: torch.dtype) -> None:
         layer.w8a8_dtype = params_dtype
         layer.register_buffer("packed_weight", None, persistent=False)
+        WARMUP.expect(layer)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Repack the weight where the device's kernel wants that."""
+        """Repack the weight where the device's kernel wants that; on a GPU, compile what the layer can reach."""
         if layer.weight is None:
             return  # packed before
         choice = select_scaled_mm(device_facts(layer.weight.device))
@@ -60,6 +62,7 @@ class W8A8LinearMethod(LinearMethodBase):
         layer.packed_weight = pack_weight(layer.weight.data, layer.weight_scale.data, layer.w8a8_dtype)
         if layer.packed_weight is not None:
             layer.weight = None  # the packed copy replaces it
+        WARMUP.ready(layer)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return int8_linear(x, layer.weight, layer.weight_scale, bias, layer.packed_weight)

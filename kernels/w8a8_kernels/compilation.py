@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from w8a8_kernels.ops import ACTIVATION_DTYPES, choose_scaled_mm, device_facts, int8_linear, measured_tile
-from w8a8_kernels.quantize.config import quantize_config
+from w8a8_kernels import ops
+from w8a8_kernels.hadamard import check_block
+from w8a8_kernels.quantize.config import quantize_variants
+from w8a8_kernels.select import select_quantize
 from w8a8_kernels.tiles import bucket_of
 
 PACKAGE = __name__.partition(".")[0]
@@ -56,7 +58,7 @@ def compilations() -> int:
 
 
 def warmup_rows(most: int) -> list[int]:
-    """Numbers of rows that reach every variant up to `most` rows: the first and the last of each power-of-two bucket.
+    """Numbers of rows that reach every product up to `most` rows: the first and the last of each power-of-two bucket.
 
     All rules change at the end of a bucket or, as CUTLASS's lower bound, at the last row of one.
     """
@@ -69,53 +71,118 @@ def warmup(
     batch_sizes: Sequence[int],
     dtype: torch.dtype = torch.bfloat16,
     bias: bool = False,
+    fused: bool = True,
+    hadamard: int = 0,
 ) -> int:
-    """Run quantizer and product in every variant that these layers can reach, so that nothing compiles later.
+    """Run quantizers and product in every variant that these layers can reach, so that nothing compiles later.
 
     Args:
         shapes: (N, K) of the weights.
         batch_sizes: numbers of rows; all from 1 to the largest are covered.
         dtype: of the activations.
         bias: whether the layers have one.
+        fused: whether RMSNorm and SiLU·mul may come fused with the quantizer; False leaves these kernels out.
+        hadamard: size of the blocks that the quantizer transforms first, a divisor of every K; 0 for none.
 
     Returns:
         how many kernels were compiled or loaded from Triton's cache; 0 without a GPU, where nothing is compiled.
 
     Raises:
-        ValueError: no batch size, or one below 1; another dtype.
+        ValueError: no batch size, or one below 1; another dtype; no such block.
     """
     if not batch_sizes or min(batch_sizes) < 1:
         raise ValueError(f"warmup: got batch sizes {list(batch_sizes)}, expected one at least, each from 1")
-    if dtype not in ACTIVATION_DTYPES:
+    if dtype not in ops.ACTIVATION_DTYPES:
         raise ValueError(f"warmup: got {dtype}, expected bf16, fp16 or fp32")
+    shapes = list(dict.fromkeys(shapes))
+    for _, K in shapes:
+        check_block(hadamard, K, "warmup")
     if not torch.cuda.is_available():
         log.warning("warmup: PyTorch sees no GPU, so there is nothing to compile")
         return 0
     device = torch.device("cuda", torch.cuda.current_device())
-    if not device_facts(device).has_triton:
+    if not ops.device_facts(device).has_triton:
         log.warning("warmup: the package triton is not installed, so there is nothing to compile")
         return 0
     before = compilations()
-    for N, K in dict.fromkeys(shapes):
+    for N, K in shapes:
         weight = torch.zeros((N, K), dtype=torch.int8, device=device)
-        scale = torch.ones((N, 1), device=device)
+        scale = torch.ones((N, 1), dtype=torch.float32, device=device)
         zeros = torch.zeros(N, dtype=dtype, device=device) if bias else None
-        done = set()
-        for M in warmup_rows(max(batch_sizes)):
-            variant = quantize_config(M, K, dtype), _product_variant(device, M, N, K, dtype)
-            if variant not in done:
-                int8_linear(torch.zeros((M, K), dtype=dtype, device=device), weight, scale, zeros)
-                done.add(variant)
+        warm_up_linear(weight, scale, zeros, max(batch_sizes), dtype, fused=fused, hadamard=hadamard)
     torch.cuda.synchronize(device)
     return compilations() - before
 
 
-def _product_variant(device: torch.device, M: int, N: int, K: int, dtype: torch.dtype) -> tuple:
-    kernel = choose_scaled_mm(device, M, N, K, dtype).kernel
+def warm_up_linear(
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    most: int,
+    dtype: torch.dtype,
+    *,
+    fused: bool,
+    hadamard: int = 0,
+) -> None:
+    """Run what one layer calls once in every variant that 1 to `most` rows of contiguous activations reach.
+
+    Each variant runs with the fewest rows that reach it. Where no Triton kernel serves the layer, nothing runs.
+
+    Args:
+        weight: codes [N, K] int8, as the layer holds it, on the GPU.
+        weight_scale: [N, 1] fp32.
+        bias: [N] floating, or None.
+        most: the largest number of rows, from 1.
+        dtype: of the activations: bf16, fp16 or fp32.
+        fused: whether RMSNorm and SiLU·mul may come fused with the layer's quantizer.
+        hadamard: the block with which the weight was transformed, 0 for none.
+    """
+    if weight.numel():
+        _warm_up_quantizers(weight.shape[1], most, dtype, weight.device, fused, hadamard)
+        _warm_up_product(weight, weight_scale, bias, most, dtype)
+
+
+@torch.no_grad()
+def _warm_up_quantizers(K: int, most: int, dtype: torch.dtype, device: torch.device, fused: bool, hadamard: int) -> None:
+    if select_quantize(ops.device_facts(device)).kernel != "triton":
+        return
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    # Of all ops: where one keeps its tile, it is launched once more and compiles nothing.
+    rows = {M for held in (1, 2) for M in quantize_variants(K, dtype, held, hadamard) if M <= most}
+    for M in sorted(rows):
+        torch.ops.w8a8.quantize(zeros(M, K), hadamard=hadamard)
+        if fused:
+            torch.ops.w8a8.rms_norm_quantize(zeros(M, K), zeros(K), 1e-6, hadamard=hadamard)
+            torch.ops.w8a8.add_rms_norm_quantize(zeros(M, K), zeros(M, K), zeros(K), 1e-6, hadamard=hadamard)
+            torch.ops.w8a8.silu_mul_quantize(zeros(M, 2 * K), hadamard=hadamard)
+
+
+@torch.no_grad()
+def _warm_up_product(
+    weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None, most: int, dtype: torch.dtype
+) -> None:
+    N, K = weight.shape
+    device = weight.device
+    fewest: dict[object, int] = {}
+    for M in warmup_rows(most):
+        fewest.setdefault(_triton_tile(device, M, N, K, dtype), M)
+    fewest.pop(None, None)
+    for M in fewest.values():
+        codes = torch.zeros((M, K), dtype=torch.int8, device=device)
+        scale = torch.ones((M, 1), dtype=torch.float32, device=device)
+        torch.ops.w8a8.scaled_mm(codes, scale, weight, weight_scale, bias, dtype)
+
+
+def _triton_tile(device: torch.device, M: int, N: int, K: int, dtype: torch.dtype) -> object | None:
+    """Tile of the Triton kernel that multiplies M rows; None where no Triton kernel does."""
+    kernel = ops.choose_scaled_mm(device, M, N, K, dtype).kernel
     if kernel == "triton":
-        return kernel, measured_tile(device, M, N, K)
+        return ops.measured_tile(device, M, N, K)
     if kernel == "dp4a":
         from w8a8_kernels.scaled_mm.dp4a import default_tile
 
-        return kernel, default_tile(M, N, K, torch.cuda.get_device_properties(device).multi_processor_count)
-    return (kernel,)
+        return default_tile(M, N, K, ops._num_sms(device))
+    return None

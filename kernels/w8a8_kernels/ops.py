@@ -9,6 +9,7 @@ import importlib.util
 
 import torch
 
+from w8a8_kernels.hadamard import check_block
 from w8a8_kernels.quantize.reference import (
     add_rms_norm_quantize_reference,
     quantize_reference,
@@ -18,20 +19,30 @@ from w8a8_kernels.quantize.reference import (
 from w8a8_kernels.scaled_mm.cutlass import has_cutlass, scaled_mm_cutlass
 from w8a8_kernels.scaled_mm.onednn import has_onednn, pack_weight_onednn, scaled_mm_onednn
 from w8a8_kernels.scaled_mm.reference import scaled_mm_reference
-from w8a8_kernels.select import MAX_K, MIN_DEPENDENT_LAUNCH_CAPABILITY, Choice, Facts, select_quantize, select_scaled_mm
+from w8a8_kernels.select import (
+    MAX_K,
+    MIN_DEPENDENT_LAUNCH_CAPABILITY,
+    MIN_TRITON_CAPABILITY,
+    Choice,
+    Facts,
+    select_quantize,
+    select_scaled_mm,
+)
 from w8a8_kernels.tiles import Tile, kernel_for, tile_for
 
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 # The library object must stay alive: dropping it unregisters the ops.
 _LIBRARY = torch.library.Library("w8a8", "FRAGMENT")
-_LIBRARY.define("quantize(Tensor x) -> (Tensor, Tensor)")
-_LIBRARY.define("rms_norm_quantize(Tensor x, Tensor weight, float eps, float weight_offset=0.0) -> (Tensor, Tensor)")
+_LIBRARY.define("quantize(Tensor x, int hadamard=0) -> (Tensor, Tensor)")
 _LIBRARY.define(
-    "add_rms_norm_quantize(Tensor x, Tensor residual, Tensor weight, float eps, float weight_offset=0.0)"
+    "rms_norm_quantize(Tensor x, Tensor weight, float eps, float weight_offset=0.0, int hadamard=0) -> (Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "add_rms_norm_quantize(Tensor x, Tensor residual, Tensor weight, float eps, float weight_offset=0.0, int hadamard=0)"
     " -> (Tensor, Tensor, Tensor)"
 )
-_LIBRARY.define("silu_mul_quantize(Tensor x) -> (Tensor, Tensor)")
+_LIBRARY.define("silu_mul_quantize(Tensor x, int hadamard=0) -> (Tensor, Tensor)")
 _LIBRARY.define(
     "scaled_mm(Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, Tensor? bias, ScalarType out_dtype) -> Tensor"
 )
@@ -82,44 +93,51 @@ def _has_pdl(facts: Facts) -> bool:
     return facts.capability is not None and facts.capability >= MIN_DEPENDENT_LAUNCH_CAPABILITY
 
 
-def _quantize_cuda(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    facts = device_facts(x.device)
-    if select_quantize(facts).kernel == "triton":
-        from w8a8_kernels.quantize.row import quantize_row
+def _row_options(facts: Facts) -> dict | None:
+    """Keyword arguments of the Triton row-wise kernels, or None where the reference in torch runs instead."""
+    if select_quantize(facts).kernel != "triton":
+        return None
+    return {"tensor_cores": facts.capability >= MIN_TRITON_CAPABILITY, "pdl": _has_pdl(facts)}
 
-        return quantize_row(x, pdl=_has_pdl(facts))
-    return quantize_reference(x)
+
+def _quantize_cuda(x: torch.Tensor, hadamard: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    options = _row_options(device_facts(x.device))
+    if options is None:
+        return quantize_reference(x, hadamard)
+    from w8a8_kernels.quantize.row import quantize_row
+
+    return quantize_row(x, hadamard, **options)
 
 
 def _rms_norm_quantize_cuda(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0
+    x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0, hadamard: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    facts = device_facts(x.device)
-    if select_quantize(facts).kernel == "triton":
-        from w8a8_kernels.quantize.rms_norm import rms_norm_quantize_row
+    options = _row_options(device_facts(x.device))
+    if options is None:
+        return rms_norm_quantize_reference(x, weight, eps, weight_offset, hadamard)
+    from w8a8_kernels.quantize.rms_norm import rms_norm_quantize_row
 
-        return rms_norm_quantize_row(x, weight, eps, weight_offset, pdl=_has_pdl(facts))
-    return rms_norm_quantize_reference(x, weight, eps, weight_offset)
+    return rms_norm_quantize_row(x, weight, eps, weight_offset, hadamard, **options)
 
 
 def _add_rms_norm_quantize_cuda(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0, hadamard: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    facts = device_facts(x.device)
-    if select_quantize(facts).kernel == "triton":
-        from w8a8_kernels.quantize.rms_norm import add_rms_norm_quantize_row
+    options = _row_options(device_facts(x.device))
+    if options is None:
+        return add_rms_norm_quantize_reference(x, residual, weight, eps, weight_offset, hadamard)
+    from w8a8_kernels.quantize.rms_norm import add_rms_norm_quantize_row
 
-        return add_rms_norm_quantize_row(x, residual, weight, eps, weight_offset, pdl=_has_pdl(facts))
-    return add_rms_norm_quantize_reference(x, residual, weight, eps, weight_offset)
+    return add_rms_norm_quantize_row(x, residual, weight, eps, weight_offset, hadamard, **options)
 
 
-def _silu_mul_quantize_cuda(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    facts = device_facts(x.device)
-    if select_quantize(facts).kernel == "triton":
-        from w8a8_kernels.quantize.silu_mul import silu_mul_quantize_row
+def _silu_mul_quantize_cuda(x: torch.Tensor, hadamard: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    options = _row_options(device_facts(x.device))
+    if options is None:
+        return silu_mul_quantize_reference(x, hadamard)
+    from w8a8_kernels.quantize.silu_mul import silu_mul_quantize_row
 
-        return silu_mul_quantize_row(x, pdl=_has_pdl(facts))
-    return silu_mul_quantize_reference(x)
+    return silu_mul_quantize_row(x, hadamard, **options)
 
 
 def _scaled_mm_cuda(
@@ -173,26 +191,26 @@ _LIBRARY.impl("scaled_mm_packed", scaled_mm_onednn, "CPU")
 
 
 @torch.library.register_fake("w8a8::quantize")
-def _quantize_fake(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantize_fake(x: torch.Tensor, hadamard: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(x.shape, dtype=torch.int8), x.new_empty((x.shape[0], 1), dtype=torch.float32)
 
 
 @torch.library.register_fake("w8a8::rms_norm_quantize")
 def _rms_norm_quantize_fake(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0
+    x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0, hadamard: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return _quantize_fake(x)
 
 
 @torch.library.register_fake("w8a8::add_rms_norm_quantize")
 def _add_rms_norm_quantize_fake(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0, hadamard: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return *_quantize_fake(x), x.new_empty(x.shape)
 
 
 @torch.library.register_fake("w8a8::silu_mul_quantize")
-def _silu_mul_quantize_fake(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _silu_mul_quantize_fake(x: torch.Tensor, hadamard: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return _quantize_fake(x.new_empty((x.shape[0], x.shape[1] // 2)))
 
 
@@ -206,27 +224,29 @@ def _scaled_mm_packed_fake(x, x_scale, packed, N, bias, out_dtype):
     return x.new_empty((x.shape[0], N), dtype=out_dtype)
 
 
-def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(x: torch.Tensor, hadamard: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Symmetric int8 quantization of every row by its own absolute maximum; the rule is in `quantize_reference`.
 
     Args:
         x: [M, K], bf16, fp16 or fp32; rows of any stride; M and K from 0.
+        hadamard: size of the blocks that are transformed first (`w8a8_kernels.hadamard`), a divisor of K; 0 for none.
 
     Returns:
-        codes [M, K] int8 and scale [M, 1] fp32, the same bits on every device and kernel.
+        codes [M, K] int8 and scale [M, 1] fp32, without a transform the same bits on every device and kernel.
 
     Raises:
-        ValueError: x has another rank or dtype.
+        ValueError: x has another rank or dtype, or no such block fits.
     """
     if x.dim() != 2 or x.dtype not in ACTIVATION_DTYPES:
         raise ValueError(
             f"quantize: got x of shape {tuple(x.shape)} and dtype {x.dtype}, expected [M, K] in bf16, fp16 or fp32"
         )
-    return torch.ops.w8a8.quantize(x)
+    check_block(hadamard, x.shape[1], "quantize")
+    return torch.ops.w8a8.quantize(x, hadamard)
 
 
 def rms_norm_quantize(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0
+    x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0, hadamard: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`quantize` of the RMSNorm of every row, in one kernel on a GPU; the rounding is in `rms_norm_reference`.
 
@@ -235,6 +255,7 @@ def rms_norm_quantize(
         weight: [K], bf16, fp16 or fp32.
         eps: added to the mean of the squares.
         weight_offset: added to the weight in fp32: 1.0 for Gemma's norm, 0.0 for others.
+        hadamard: as in `quantize`.
 
     Returns:
         codes [M, K] int8 and scale [M, 1] fp32.
@@ -243,16 +264,17 @@ def rms_norm_quantize(
         ValueError: shapes or dtypes do not fit.
     """
     _check_norm("rms_norm_quantize", x, None, weight)
-    return torch.ops.w8a8.rms_norm_quantize(x, weight, eps, weight_offset)
+    check_block(hadamard, x.shape[1], "rms_norm_quantize")
+    return torch.ops.w8a8.rms_norm_quantize(x, weight, eps, weight_offset, hadamard)
 
 
 def add_rms_norm_quantize(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0, hadamard: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`rms_norm_quantize` of `x + residual`, and that sum; the rounding is in `add_rms_norm_quantize_reference`.
 
     Args:
-        x, weight, eps, weight_offset: as in `rms_norm_quantize`.
+        x, weight, eps, weight_offset, hadamard: as in `rms_norm_quantize`.
         residual: [M, K] of x's dtype; rows of any stride. It is not changed.
 
     Returns:
@@ -262,14 +284,16 @@ def add_rms_norm_quantize(
         ValueError: shapes or dtypes do not fit.
     """
     _check_norm("add_rms_norm_quantize", x, residual, weight)
-    return torch.ops.w8a8.add_rms_norm_quantize(x, residual, weight, eps, weight_offset)
+    check_block(hadamard, x.shape[1], "add_rms_norm_quantize")
+    return torch.ops.w8a8.add_rms_norm_quantize(x, residual, weight, eps, weight_offset, hadamard)
 
 
-def silu_mul_quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def silu_mul_quantize(x: torch.Tensor, hadamard: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """`quantize` of `silu(x[:, :K]) * x[:, K:]`, in one kernel on a GPU; the rounding is in `silu_mul_reference`.
 
     Args:
         x: [M, 2K], bf16, fp16 or fp32; rows of any stride; M and K from 0.
+        hadamard: as in `quantize`.
 
     Returns:
         codes [M, K] int8 and scale [M, 1] fp32.
@@ -281,7 +305,8 @@ def silu_mul_quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         raise ValueError(
             f"silu_mul_quantize: got x of shape {tuple(x.shape)} and dtype {x.dtype}, expected [M, 2K] in bf16, fp16 or fp32"
         )
-    return torch.ops.w8a8.silu_mul_quantize(x)
+    check_block(hadamard, x.shape[1] // 2, "silu_mul_quantize")
+    return torch.ops.w8a8.silu_mul_quantize(x, hadamard)
 
 
 def _check_norm(op: str, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor) -> None:
@@ -368,6 +393,7 @@ def int8_linear(
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None = None,
     packed: torch.Tensor | None = None,
+    hadamard: int = 0,
 ) -> torch.Tensor:
     """A linear layer with int8 weights whose input is quantized per token.
 
@@ -377,11 +403,12 @@ def int8_linear(
         weight_scale: [N, 1] fp32.
         bias: [N] floating, or None.
         packed: what `pack_weight` returned for x's dtype.
+        hadamard: the block with which the weight was transformed before it was quantized; 0 for none.
 
     Returns:
         [..., N] in x's dtype.
     """
-    codes, x_scale = torch.ops.w8a8.quantize(x.reshape(-1, x.shape[-1]))
+    codes, x_scale = torch.ops.w8a8.quantize(x.reshape(-1, x.shape[-1]), hadamard)
     N = weight_scale.shape[0]
     if packed is not None:
         out = torch.ops.w8a8.scaled_mm_packed(codes, x_scale, packed, N, bias, x.dtype)

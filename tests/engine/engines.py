@@ -40,10 +40,11 @@ class Answer:
 
 @dataclass
 class Run:
-    """An engine's answers and its log."""
+    """An engine's answers, its log, and, if counted, how many kernels it had compiled when it had started and at the end."""
 
     answers: list[Answer]
     log: str
+    compilations: tuple[int, ...] = ()
 
     def perplexity(self) -> float:
         values = [value for answer in self.answers for value in answer.true_logprobs()]
@@ -63,7 +64,9 @@ def run_engine(
     prompts: list[list[int]],
     *,
     engine: dict | None = None,
-    sampling: dict | None = None,
+    sampling: dict | list[dict] | None = None,
+    together: list[int] | None = None,
+    count_compilations: bool = False,
     env: dict[str, str] | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Run:
@@ -74,7 +77,10 @@ def run_engine(
         prompts: token ids.
         engine: arguments of `vllm.LLM` beside the model; unless it says otherwise, eager mode, and one prompt at a time: when
             requests meet in a batch depends on timing, and a batch's shape moves bf16 results by more than 1e-3.
-        sampling: arguments of `SamplingParams`; default: one token, the prompt's log-probabilities with the top 20.
+        sampling: arguments of `SamplingParams`, for all prompts or a list for each; default: one token, the prompt's
+            log-probabilities with the top 20.
+        together: how many prompts are handed over at a time, these when those before are answered; default: all at once.
+        count_compilations: count the Triton kernels of ours that are compiled. The engine then runs in the runner's process.
         env: variables added to the environment.
 
     Raises:
@@ -85,12 +91,16 @@ def run_engine(
         | (engine or {}),
         "prompts": prompts,
         "sampling": sampling or {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 20},
+        "together": together or [],
+        "count_compilations": count_compilations,
     }
     with tempfile.TemporaryDirectory() as tmp:
         job_file, result_file = Path(tmp, "job.json"), Path(tmp, "result.json")
         job_file.write_text(json.dumps(job))
         command = [sys.executable, str(RUNNER), str(job_file), str(result_file)]
         environment = engine_environment() | (env or {})
+        if count_compilations:
+            environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         done = _run(command, environment, tmp, timeout_s)
         if done.returncode == -signal.SIGABRT and VLLM_ABORT in done.stdout:
             warnings.warn(f"vLLM aborted ({VLLM_ABORT}) and was started again", stacklevel=2)
@@ -98,7 +108,8 @@ def run_engine(
         if done.returncode != 0 or not result_file.exists():
             raise EngineFailed(f"exit status {done.returncode}\n{done.stdout[-12000:]}")
         results = json.loads(result_file.read_text())
-    return Run([answer(prompt, result) for prompt, result in zip(prompts, results, strict=True)], done.stdout)
+    answers = [answer(prompt, result) for prompt, result in zip(prompts, results["answers"], strict=True)]
+    return Run(answers, done.stdout, tuple(results["compilations"]))
 
 
 def _run(command: list[str], env: dict[str, str], cwd: str, timeout_s: float) -> subprocess.CompletedProcess[str]:

@@ -1,6 +1,11 @@
 """Engines on a GPU: compile and CUDA graphs on."""
 
+import importlib
+import json
+import pkgutil
+import re
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -77,14 +82,12 @@ def test_layer_output_eager_against_graphs(one_layer: Path) -> None:
     assert distance(eager, graphs) < distance(eager, unquantized), "graphs change more than quantization does"
 
 
-def test_qwen3_0_6b_shapes_generate(tmp_path: Path) -> None:
-    """28 layers of dummy weights, compile and CUDA graphs on."""
-    import json
-
+def qwen3_0_6b(folder: Path, layers: int) -> Path:
+    """Write the config.json of Qwen3-0.6B with so many layers; weights are dummies."""
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
-        "num_hidden_layers": 28,
+        "num_hidden_layers": layers,
         "vocab_size": 151936,
         "max_position_embeddings": 40960,
         "rms_norm_eps": 1e-6,
@@ -95,9 +98,14 @@ def test_qwen3_0_6b_shapes_generate(tmp_path: Path) -> None:
         "torch_dtype": "bfloat16",
         **LAYER,
     }
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_qwen3_0_6b_shapes_generate(tmp_path: Path) -> None:
+    """28 layers of dummy weights, compile and CUDA graphs on."""
     run = run_engine(
-        tmp_path,
+        qwen3_0_6b(tmp_path, layers=28),
         [list(range(1, n)) for n in (2, 18, 300)],
         engine={
             "quantization": "w8a8",
@@ -113,3 +121,60 @@ def test_qwen3_0_6b_shapes_generate(tmp_path: Path) -> None:
     assert [len(a.token_ids) for a in run.answers] == [16, 16, 16]
     assert "W8A8 linear layers run on triton" in run.log
     assert "Capturing CUDA graphs" in run.log or "Graph capturing finished" in run.log
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+def test_no_request_compiles(enforce_eager: bool, tmp_path: Path) -> None:
+    """Requests of all lengths, alone and together, after a start from empty caches.
+
+    Nothing is left to compile even for vLLM's own warm-up, which would hide gaps of ours at the sizes that it runs.
+    """
+    random = Random(0)
+    requests = 200
+    prompts = [[random.randrange(1, 100_000) for _ in range(random.randint(1, 1500))] for _ in range(requests)]
+    sampling = [
+        {"max_tokens": random.randint(1, 32), "temperature": 0.0, "ignore_eos": True, "detokenize": False}
+        for _ in range(requests)
+    ]
+    together = []
+    while sum(together) < requests:
+        together.append(min(random.randint(1, 24), requests - sum(together)))
+    caches = {"TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
+    run = run_engine(
+        qwen3_0_6b(tmp_path, layers=4),
+        prompts,
+        engine={
+            "quantization": "w8a8",
+            "enforce_eager": enforce_eager,
+            "skip_tokenizer_init": True,
+            "load_format": "dummy",
+            "gpu_memory_utilization": 0.3,
+            "max_model_len": 2048,
+            "max_num_batched_tokens": 2048,
+            "max_num_seqs": 64,
+        },
+        sampling=sampling,
+        together=together,
+        count_compilations=True,
+        env={variable: str(tmp_path / folder) for variable, folder in caches.items()},
+    )
+    assert [len(a.token_ids) for a in run.answers] == [s["max_tokens"] for s in sampling]
+    lines = re.findall(r"Compiled (\d+) kernel variants, or loaded .* in ([\d.]+) s", run.log)
+    print(f"compiled while loading: {lines}; in all, after the start and after {requests} requests: {run.compilations}")
+    ((count, _),) = lines
+    assert int(count) > 0
+    assert run.compilations == (int(count), int(count))
+    # vLLM's own watch over late compilations, which names the kernel.
+    assert "Kernel JIT monitor activated" in run.log
+    late = set(re.findall(r"JIT compilation during inference: (\w+)", run.log))
+    assert not late & package_kernels()
+
+
+def package_kernels() -> set[str]:
+    """Names of this package's kernels: its functions `*_kernel`."""
+    import w8a8_kernels
+
+    names = set()
+    for module in pkgutil.walk_packages(w8a8_kernels.__path__, "w8a8_kernels."):
+        names.update(name for name in vars(importlib.import_module(module.name)) if name.endswith("_kernel"))
+    return names

@@ -42,10 +42,13 @@ class Case:
     dtype: str = "bfloat16"
     bias: bool = True
     kernel: str = ""  # what VLLM_W8A8_KERNEL forces; empty: the default choice
+    hadamard: int = 0  # size of a quantizer's blocks
 
     def __str__(self) -> str:
         shape = f"{self.M}x{self.N}x{self.K}" if self.N else f"{self.M}x{self.K}"
-        flags = "-".join(f for f in (self.dtype, self.kernel, "" if self.bias else "no-bias") if f)
+        flags = "-".join(
+            f for f in (self.dtype, self.kernel, "" if self.bias else "no-bias", self.hadamard and f"h{self.hadamard}") if f
+        )
         return f"sm{self.target}-{self.op}-{shape}-{flags}"
 
 
@@ -178,13 +181,13 @@ def _call(case: Case) -> None:
         ]
         ops._scaled_mm_cuda(*operands, tensor(N) if case.bias else None, dtype)
     elif case.op == "quantize":
-        ops._quantize_cuda(tensor(M, K))
+        ops._quantize_cuda(tensor(M, K), case.hadamard)
     elif case.op == "rms_norm_quantize":
-        ops._rms_norm_quantize_cuda(tensor(M, K), tensor(K), 1e-6)
+        ops._rms_norm_quantize_cuda(tensor(M, K), tensor(K), 1e-6, 0.0, case.hadamard)
     elif case.op == "add_rms_norm_quantize":
-        ops._add_rms_norm_quantize_cuda(tensor(M, K), tensor(M, K), tensor(K), 1e-6)
+        ops._add_rms_norm_quantize_cuda(tensor(M, K), tensor(M, K), tensor(K), 1e-6, 0.0, case.hadamard)
     elif case.op == "silu_mul_quantize":
-        ops._silu_mul_quantize_cuda(tensor(M, 2 * K))
+        ops._silu_mul_quantize_cuda(tensor(M, 2 * K), case.hadamard)
     else:
         raise ValueError(f"no such op: {case.op}")
 

@@ -199,7 +199,7 @@ def test_candidates(capability: tuple[int, int], num_sms: int, N: int, K: int) -
     for M in (1, 16, 32, 64, 128, 256, 8192):
         tried = candidates(M, N, K, capability, num_sms)
         assert tried[0] == default_tile(M, N, K, num_sms=num_sms, capability=capability)
-        assert 3 <= len(tried) <= 72
+        assert 3 <= len(tried) <= 120
         assert len(set(tried)) == len(tried)
         assert max(tile.stage_bytes for tile in tried) <= max_shared_bytes(capability)
         assert tried == candidates(M if M == 1 else M - 1, N, K, capability, num_sms)
@@ -211,7 +211,7 @@ def test_candidates_hold_what_won_on_an_h200() -> None:
         tried = candidates(cell["M"], cell["N"], cell["K"], (9, 0), 132)
         limit = 1.01 * cell["best"][0]["us"]
         near = [best for best in cell["best"] if best["us"] <= limit and not best["quantizes_inside"]]
-        good = [Tile(**{name: best[name] for name in names}) for best in near]
+        good = [Tile(**{name: best[name] for name in names if name in best}) for best in near]
         assert set(good) & set(tried), cell
 
 

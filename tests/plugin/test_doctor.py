@@ -1,9 +1,13 @@
+from collections.abc import Callable, Iterator
+
 import pytest
+import torch
 from typer.testing import CliRunner
 
 pytest.importorskip("vllm", reason="vLLM is not installed: `make test` installs it")
 from vllm_w8a8_plugin import compat
 from vllm_w8a8_plugin.cli import app
+from w8a8_kernels import ops
 
 
 @pytest.fixture(autouse=True)
@@ -42,3 +46,41 @@ def test_says_when_vllm_is_missing_or_too_new(monkeypatch: pytest.MonkeyPatch) -
     assert "vLLM 0.34.0 is outside the supported range 0.25.1 <= version < 0.34: pip install" in result.output
     monkeypatch.setattr(compat, "installed_vllm", lambda: None)
     assert "vLLM is not installed: pip install" in CliRunner().invoke(app, ["doctor"]).output
+
+
+@pytest.fixture
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], None]]:
+    """Pretends that there is one GPU of a compute capability."""
+
+    def pretend(major: int, minor: int) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, minor))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+
+    for variable in ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"):
+        monkeypatch.delenv(variable, raising=False)
+    ops._gpu_facts.cache_clear()
+    ops._device_name.cache_clear()
+    yield pretend
+    ops._gpu_facts.cache_clear()
+    ops._device_name.cache_clear()
+
+
+def test_names_the_ptxas_that_builds_for_the_gpu(pretend_gpu: Callable[[int, int], None]) -> None:
+    pytest.importorskip("triton")
+    pretend_gpu(12, 0)
+    result = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "300"})
+    assert result.exit_code == 0, result.output
+    (line,) = (line for line in result.output.splitlines() if "ptxas" in line)
+    assert "builds for sm_120a" in line
+
+
+def test_says_when_ptxas_does_not_know_the_gpu(pretend_gpu: Callable[[int, int], None]) -> None:
+    pytest.importorskip("triton")
+    pretend_gpu(13, 7)
+    result = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "300"})
+    assert result.exit_code == 1
+    assert "does not build for sm_137a" in result.output
+    assert "problem: Triton cannot build kernels for this GPU (sm_137a)" in result.output
+    assert "Set TRITON_PTXAS_BLACKWELL_PATH to the ptxas of a CUDA newer than" in result.output

@@ -2,9 +2,11 @@
 
 import torch
 
+from w8a8_kernels.hadamard import hadamard_transform
 
-def quantize_reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize every row of `x` by its own absolute maximum.
+
+def quantize_reference(x: torch.Tensor, hadamard: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize every row of `x`, or of its block Hadamard transform, by its own absolute maximum.
 
     `scale = amax(|row|) / 127` in fp32; codes are round-half-to-even(row / scale), a true fp32 division, clamped to
     [-127, 127]. A row whose scale is 0 (all zeros, or so small that the division underflows) gets scale 1 and codes 0. A row
@@ -12,11 +14,13 @@ def quantize_reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     Args:
         x: [M, K], bf16, fp16 or fp32, any strides.
+        hadamard: size of the transform's blocks, a divisor of K; 0 for none. In fp32, not rounded. Its sums
+            round by their order: quantizers that add in another order may differ by 1e-6 of a scale and by one in a code.
 
     Returns:
         codes [M, K] int8 and scale [M, 1] fp32.
     """
-    x = x.float().contiguous()
+    x = hadamard_transform(x, hadamard)
     amax = x.abs().amax(dim=-1, keepdim=True) if x.shape[-1] else x.new_zeros(x.shape[0], 1)
     # A tensor, since torch on CUDA multiplies by the reciprocal of a number instead of dividing by it.
     scale = amax / amax.new_full((), 127)
@@ -72,14 +76,14 @@ def silu_mul_reference(x: torch.Tensor) -> torch.Tensor:
 
 
 def rms_norm_quantize_reference(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0
+    x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0, hadamard: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`quantize_reference` of `rms_norm_reference`: the maximum and the codes are those of the rounded norm."""
-    return quantize_reference(rms_norm_reference(x, weight, eps, weight_offset))
+    return quantize_reference(rms_norm_reference(x, weight, eps, weight_offset), hadamard)
 
 
 def add_rms_norm_quantize_reference(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0, hadamard: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`rms_norm_quantize_reference` of `x + residual`, and that sum.
 
@@ -90,14 +94,15 @@ def add_rms_norm_quantize_reference(
         x: [M, K], bf16, fp16 or fp32, K >= 1.
         residual: [M, K] of x's dtype.
         weight, eps, weight_offset: as in `rms_norm_reference`.
+        hadamard: as in `quantize_reference`.
 
     Returns:
         codes [M, K] int8, scale [M, 1] fp32 and the sum [M, K] in x's dtype.
     """
     summed = (x + residual).contiguous()
-    return *rms_norm_quantize_reference(summed, weight, eps, weight_offset), summed
+    return *rms_norm_quantize_reference(summed, weight, eps, weight_offset, hadamard), summed
 
 
-def silu_mul_quantize_reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def silu_mul_quantize_reference(x: torch.Tensor, hadamard: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """`quantize_reference` of `silu_mul_reference`: the maximum and the codes are those of the rounded product."""
-    return quantize_reference(silu_mul_reference(x))
+    return quantize_reference(silu_mul_reference(x), hadamard)

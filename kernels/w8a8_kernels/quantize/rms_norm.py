@@ -10,13 +10,15 @@ from w8a8_kernels.quantize.row import (
     chain_launches,
     empty_codes,
     encode,
-    launch_options,
+    hadamard_signs,
+    kernel_options,
     round_to,
     row_reciprocal,
     row_scale,
     row_stride,
     store_scale,
     tile_offsets,
+    transform,
     unit_rows,
 )
 
@@ -67,29 +69,42 @@ def rms_norm_quantize_kernel(
     weight_offset,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    ONE_BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HADAMARD: tl.constexpr,
+    TENSOR_CORES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """ROWS rows: sum [M, K] = x + residual where there is one, its norm to codes [M, K] int8 and scale [M] fp32.
 
     See `add_rms_norm_quantize_reference`. PDL: as in `quantize_row_kernel`.
     """
+    b_signs = hadamard_signs(x_ptr.dtype.element_ty, HADAMARD, TENSOR_CORES)
     if PDL:
         chain_launches()
-    DIVIDE: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
-    if ONE_BLOCK:
-        o_m, o_k, mask = tile_offsets(M, K, 0, ROWS, BLOCK_K)
-        # Before the sum: loads do not move up past the barrier in it, and a row would wait for memory twice.
-        b_weight = tl.load(weight_ptr + o_k, mask=o_k < K, other=0.0)
-        b_x = load_sum(x_ptr, residual_ptr, o_m, o_k, mask, x_row_stride, residual_row_stride, HAS_RESIDUAL)
-        if HAS_RESIDUAL:
-            tl.store(sum_ptr + o_m * K + o_k, b_x, mask=mask)
-        b_y = normalize(b_x, reciprocal_rms(square_sum(b_x), K, eps), b_weight, weight_offset)
-        b_amax = amax_bits(b_y, HADAMARD)
+    DIVIDE: tl.constexpr = x_ptr.dtype.element_ty == tl.float32 and HADAMARD == 0
+    b_square_sum = tl.zeros([ROWS], dtype=tl.float32)
+    b_amax = tl.zeros([ROWS], dtype=tl.int32)
+    if CHUNKS > 0:
+        sums, weights = (), ()
+        for i in tl.static_range(CHUNKS):
+            o_m, o_k, mask = tile_offsets(M, K, i * BLOCK_K, ROWS, BLOCK_K)
+            # Before the sum: loads do not move up past the barrier in it, and a row would wait for memory twice.
+            weights += (tl.load(weight_ptr + o_k, mask=o_k < K, other=0.0),)
+            b_x = load_sum(x_ptr, residual_ptr, o_m, o_k, mask, x_row_stride, residual_row_stride, HAS_RESIDUAL)
+            if HAS_RESIDUAL:
+                tl.store(sum_ptr + o_m * K + o_k, b_x, mask=mask)
+            sums += (b_x,)
+        for i in tl.static_range(CHUNKS):
+            b_square_sum += square_sum(sums[i])
+        b_rstd = reciprocal_rms(b_square_sum, K, eps)
+        transformed = ()
+        for i in tl.static_range(CHUNKS):
+            b_y = normalize(sums[i], b_rstd, weights[i], weight_offset)
+            b_y = transform(b_y, ROWS, BLOCK_K, HADAMARD, b_signs)
+            b_amax = tl.maximum(b_amax, amax_bits(b_y))
+            transformed += (b_y,)
     else:
-        b_square_sum = tl.zeros([ROWS], dtype=tl.float32)
         for i_k in range(0, K, BLOCK_K):
             o_m, o_k, mask = tile_offsets(M, K, i_k, ROWS, BLOCK_K)
             b_x = load_sum(x_ptr, residual_ptr, o_m, o_k, mask, x_row_stride, residual_row_stride, HAS_RESIDUAL)
@@ -97,24 +112,26 @@ def rms_norm_quantize_kernel(
                 tl.store(sum_ptr + o_m * K + o_k, b_x, mask=mask)
             b_square_sum += square_sum(b_x)
         b_rstd = reciprocal_rms(b_square_sum, K, eps)
-        b_amax = tl.zeros([ROWS], dtype=tl.int32)
         for i_k in range(0, K, BLOCK_K):
             o_m, o_k, mask = tile_offsets(M, K, i_k, ROWS, BLOCK_K)
             b_x = load_sum(x_ptr, residual_ptr, o_m, o_k, mask, x_row_stride, residual_row_stride, HAS_RESIDUAL)
             b_weight = tl.load(weight_ptr + o_k, mask=o_k < K, other=0.0)
             b_y = normalize(b_x, b_rstd, b_weight, weight_offset)
-            b_amax = tl.maximum(b_amax, amax_bits(b_y, HADAMARD))
+            b_amax = tl.maximum(b_amax, amax_bits(transform(b_y, ROWS, BLOCK_K, HADAMARD, b_signs)))
 
     b_scale, b_finite = row_scale(b_amax)
     b_factor, multiply = row_reciprocal(b_amax, b_scale, b_finite, DIVIDE)
-    if ONE_BLOCK:
-        tl.store(codes_ptr + o_m * K + o_k, encode(b_y, b_scale, b_finite, b_factor, multiply), mask=mask)
+    if CHUNKS > 0:
+        for i in tl.static_range(CHUNKS):
+            o_m, o_k, mask = tile_offsets(M, K, i * BLOCK_K, ROWS, BLOCK_K)
+            tl.store(codes_ptr + o_m * K + o_k, encode(transformed[i], b_scale, b_finite, b_factor, multiply), mask=mask)
     else:
         for i_k in range(0, K, BLOCK_K):
             o_m, o_k, mask = tile_offsets(M, K, i_k, ROWS, BLOCK_K)
             b_x = load_sum(x_ptr, residual_ptr, o_m, o_k, mask, x_row_stride, residual_row_stride, HAS_RESIDUAL)
             b_weight = tl.load(weight_ptr + o_k, mask=o_k < K, other=0.0)
             b_y = normalize(b_x, b_rstd, b_weight, weight_offset)
+            b_y = transform(b_y, ROWS, BLOCK_K, HADAMARD, b_signs)
             tl.store(codes_ptr + o_m * K + o_k, encode(b_y, b_scale, b_finite, b_factor, multiply), mask=mask)
     store_scale(scale_ptr, b_scale, b_finite, M, ROWS)
 
@@ -125,12 +142,14 @@ def _launch(
     weight: torch.Tensor,
     eps: float,
     weight_offset: float,
+    hadamard: int,
     config: QuantizeConfig | None,
+    tensor_cores: bool,
     pdl: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     x = unit_rows(x)
     M, K = x.shape
-    config = config or quantize_config(M, K, x.dtype, held=2)
+    config = config or quantize_config(M, K, x.dtype, held=2, hadamard=hadamard)
     codes, scale = empty_codes(M, K, x.device)
     summed = None
     if residual is not None:
@@ -150,14 +169,8 @@ def _launch(
             0 if residual is None else row_stride(residual),
             eps,
             weight_offset,
-            ROWS=config.rows,
-            BLOCK_K=config.block_k,
-            ONE_BLOCK=config.block_k >= K,
             HAS_RESIDUAL=residual is not None,
-            HADAMARD=0,
-            PDL=pdl,
-            num_warps=config.num_warps,
-            **launch_options(pdl),
+            **kernel_options(config, K, hadamard, tensor_cores, pdl),
         )
     return codes, scale, summed
 
@@ -167,8 +180,10 @@ def rms_norm_quantize_row(
     weight: torch.Tensor,
     eps: float,
     weight_offset: float = 0.0,
+    hadamard: int = 0,
     *,
     config: QuantizeConfig | None = None,
+    tensor_cores: bool = True,
     pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """RMSNorm of every row of `x`, quantized; see `rms_norm_quantize_reference` for the rounding.
@@ -179,12 +194,12 @@ def rms_norm_quantize_row(
         weight: [K] floating.
         eps: added to the mean of the squares.
         weight_offset: added to the weight in fp32.
-        config, pdl: as in `quantize_row`.
+        hadamard, config, tensor_cores, pdl: as in `quantize_row`.
 
     Returns:
         codes [M, K] int8 and scale [M, 1] fp32.
     """
-    codes, scale, _ = _launch(x, None, weight, eps, weight_offset, config, pdl)
+    codes, scale, _ = _launch(x, None, weight, eps, weight_offset, hadamard, config, tensor_cores, pdl)
     return codes, scale
 
 
@@ -194,19 +209,21 @@ def add_rms_norm_quantize_row(
     weight: torch.Tensor,
     eps: float,
     weight_offset: float = 0.0,
+    hadamard: int = 0,
     *,
     config: QuantizeConfig | None = None,
+    tensor_cores: bool = True,
     pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`rms_norm_quantize_row` of `x + residual`, which is returned, too.
 
     Args:
-        x, weight, eps, weight_offset, config, pdl: as in `rms_norm_quantize_row`.
+        x, weight, eps, weight_offset, hadamard, config, tensor_cores, pdl: as in `rms_norm_quantize_row`.
         residual: [M, K] of x's dtype; rows of any stride.
 
     Returns:
         codes [M, K] int8, scale [M, 1] fp32 and the sum [M, K] in x's dtype.
     """
-    codes, scale, summed = _launch(x, residual, weight, eps, weight_offset, config, pdl)
+    codes, scale, summed = _launch(x, residual, weight, eps, weight_offset, hadamard, config, tensor_cores, pdl)
     assert summed is not None
     return codes, scale, summed

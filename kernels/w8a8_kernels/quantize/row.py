@@ -60,10 +60,55 @@ def tile_offsets(M, K, k_start, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def amax_bits(b_x, HADAMARD: tl.constexpr):
+def hadamard_signs(dtype: tl.constexpr, H: tl.constexpr, TENSOR_CORES: tl.constexpr):
+    """Sylvester's Hadamard matrix [H, H], not normalized, for a product on tensor cores; None where `transform` does without.
+
+    An entry is -1 where row and column number share an odd count of bits.
+    """
+    if H == 0 or not TENSOR_CORES or dtype == tl.float32 or INTERPRETED:
+        b_signs = None
+    else:
+        b_bits = tl.arange(0, H)[:, None] & tl.arange(0, H)[None, :]
+        b_bits ^= b_bits >> 4
+        b_bits ^= b_bits >> 2
+        b_bits ^= b_bits >> 1
+        b_signs = (1 - 2 * (b_bits & 1)).to(dtype)
+    return b_signs
+
+
+@triton.jit
+def butterflies(b_x, ELEMENTS: tl.constexpr, H: tl.constexpr):
+    """Fast Walsh-Hadamard transform of b_x [ELEMENTS], H neighbours at a time, not normalized."""
+    for stage in tl.static_range(0, 7):
+        if 2**stage < H:
+            b_x = tl.permute(tl.reshape(b_x, (ELEMENTS // 2 ** (stage + 1), 2, 2**stage)), (0, 2, 1))
+            b_low, b_high = tl.split(b_x)
+            b_x = tl.permute(tl.join(b_low + b_high, b_low - b_high), (0, 2, 1))
+            b_x = tl.reshape(b_x, (ELEMENTS,))
+    return b_x
+
+
+@triton.jit
+def transform(b_x, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, HADAMARD: tl.constexpr, b_signs):
+    """Block Hadamard transform of b_x [ROWS, BLOCK_K] in fp32; b_x itself where HADAMARD is 0. BLOCK_K is a multiple of it.
+
+    With `b_signs` (`hadamard_signs`) a matrix product on tensor cores: ones and minus ones are exact, so products are, and
+    their sums are in fp32. A product in fp32 would need more shared memory than capability 7.5 has.
+    """
+    if HADAMARD == 0:
+        b_y = b_x
+    elif b_signs is not None:
+        b_y = tl.dot(tl.reshape(b_x, (ROWS * BLOCK_K // HADAMARD, HADAMARD)), b_signs, out_dtype=tl.float32)
+        b_y = tl.reshape(b_y, (ROWS, BLOCK_K)) * HADAMARD**-0.5
+    else:
+        b_y = butterflies(tl.reshape(b_x.to(tl.float32), (ROWS * BLOCK_K,)), ROWS * BLOCK_K, HADAMARD)
+        b_y = tl.reshape(b_y, (ROWS, BLOCK_K)) * HADAMARD**-0.5
+    return b_y
+
+
+@triton.jit
+def amax_bits(b_x):
     """Greatest magnitude of each row of b_x [ROWS, BLOCK_K], as the bits of an fp32 [ROWS]."""
-    # Here a row is final: a block-wise Hadamard transform would be applied to b_x, before its maximum and its codes.
-    tl.static_assert(HADAMARD == 0, "the Hadamard transform is not implemented")
     # As integers, magnitudes order as they do as floats, and NaN lies above inf instead of being dropped.
     return tl.max(b_x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
 
@@ -141,37 +186,50 @@ def quantize_row_kernel(
     x_row_stride,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    ONE_BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
     HADAMARD: tl.constexpr,
+    TENSOR_CORES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """ROWS rows of x [M, K] to codes [M, K] int8 and scale [M] fp32; see `quantize_reference`.
 
+    A row is held in CHUNKS blocks of BLOCK_K, or, with 0, read twice in a loop.
     PDL: programmatic dependent launch, see `chain_launches`.
     """
+    b_signs = hadamard_signs(x_ptr.dtype.element_ty, HADAMARD, TENSOR_CORES)
     if PDL:
         chain_launches()
-    DIVIDE: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
-    if ONE_BLOCK:
-        o_m, o_k, mask = tile_offsets(M, K, 0, ROWS, BLOCK_K)
-        b_x = tl.load(x_ptr + o_m * x_row_stride + o_k, mask=mask, other=0.0)
-        b_amax = amax_bits(b_x, HADAMARD)
+    DIVIDE: tl.constexpr = x_ptr.dtype.element_ty == tl.float32 and HADAMARD == 0
+    b_amax = tl.zeros([ROWS], dtype=tl.int32)
+    if CHUNKS > 0:
+        # All loads before the first use.
+        chunks = ()
+        for i in tl.static_range(CHUNKS):
+            o_m, o_k, mask = tile_offsets(M, K, i * BLOCK_K, ROWS, BLOCK_K)
+            chunks += (tl.load(x_ptr + o_m * x_row_stride + o_k, mask=mask, other=0.0),)
+        transformed = ()
+        for i in tl.static_range(CHUNKS):
+            b_y = transform(chunks[i], ROWS, BLOCK_K, HADAMARD, b_signs)
+            b_amax = tl.maximum(b_amax, amax_bits(b_y))
+            transformed += (b_y,)
     else:
-        b_amax = tl.zeros([ROWS], dtype=tl.int32)
         for i_k in range(0, K, BLOCK_K):
             o_m, o_k, mask = tile_offsets(M, K, i_k, ROWS, BLOCK_K)
             b_x = tl.load(x_ptr + o_m * x_row_stride + o_k, mask=mask, other=0.0)
-            b_amax = tl.maximum(b_amax, amax_bits(b_x, HADAMARD))
+            b_amax = tl.maximum(b_amax, amax_bits(transform(b_x, ROWS, BLOCK_K, HADAMARD, b_signs)))
 
     b_scale, b_finite = row_scale(b_amax)
     b_factor, multiply = row_reciprocal(b_amax, b_scale, b_finite, DIVIDE)
-    if ONE_BLOCK:
-        tl.store(codes_ptr + o_m * K + o_k, encode(b_x, b_scale, b_finite, b_factor, multiply), mask=mask)
+    if CHUNKS > 0:
+        for i in tl.static_range(CHUNKS):
+            o_m, o_k, mask = tile_offsets(M, K, i * BLOCK_K, ROWS, BLOCK_K)
+            tl.store(codes_ptr + o_m * K + o_k, encode(transformed[i], b_scale, b_finite, b_factor, multiply), mask=mask)
     else:
         for i_k in range(0, K, BLOCK_K):
             o_m, o_k, mask = tile_offsets(M, K, i_k, ROWS, BLOCK_K)
             b_x = tl.load(x_ptr + o_m * x_row_stride + o_k, mask=mask, other=0.0)
-            tl.store(codes_ptr + o_m * K + o_k, encode(b_x, b_scale, b_finite, b_factor, multiply), mask=mask)
+            b_y = transform(b_x, ROWS, BLOCK_K, HADAMARD, b_signs)
+            tl.store(codes_ptr + o_m * K + o_k, encode(b_y, b_scale, b_finite, b_factor, multiply), mask=mask)
     store_scale(scale_ptr, b_scale, b_finite, M, ROWS)
 
 
@@ -180,9 +238,30 @@ def launch_options(pdl: bool) -> dict:
     return {"launch_pdl": True} if pdl else {}
 
 
+def kernel_options(config: QuantizeConfig, K: int, hadamard: int, tensor_cores: bool, pdl: bool) -> dict:
+    """Keyword arguments that the row-wise kernels share."""
+    return {
+        "ROWS": config.rows,
+        "BLOCK_K": config.block_k,
+        "CHUNKS": config.chunks if config.block_k * config.chunks >= K else 0,
+        "HADAMARD": hadamard,
+        "TENSOR_CORES": tensor_cores,
+        "PDL": pdl,
+        "num_warps": config.num_warps,
+        **launch_options(pdl),
+    }
+
+
 def unit_rows(x: torch.Tensor) -> torch.Tensor:
-    """x [M, K] with neighbouring elements side by side: copied only where they are not."""
-    return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
+    """x [M, K] with neighbouring elements side by side and rows that begin as a contiguous tensor's: copied where they do not.
+
+    Triton compiles a variant for each class of alignment of address and row stride. A view that begins elsewhere would get one
+    of its own, at the first request that brings it.
+    """
+    M, K = x.shape
+    side_by_side = x.stride(1) == 1 or K <= 1
+    aligned = x.data_ptr() % 16 == 0 and (M <= 1 or (x.stride(0) % 16 == 0) == (K % 16 == 0))
+    return x if side_by_side and aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def row_stride(x: torch.Tensor) -> int:
@@ -199,13 +278,20 @@ def empty_codes(M: int, K: int, device: torch.device) -> tuple[torch.Tensor, tor
 
 
 def quantize_row(
-    x: torch.Tensor, *, config: QuantizeConfig | None = None, pdl: bool = False
+    x: torch.Tensor,
+    hadamard: int = 0,
+    *,
+    config: QuantizeConfig | None = None,
+    tensor_cores: bool = True,
+    pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize every row of `x` in one pass; the same bits as `quantize_reference`.
+    """Quantize every row of `x` in one pass; without a transform the same bits as `quantize_reference`.
 
     Args:
         x: [M, K], bf16, fp16 or fp32; rows of any stride (other columns than neighbouring ones are copied first).
+        hadamard: as in `quantize_reference`.
         config: tile; default: `quantize_config`.
+        tensor_cores: whether the transform may use those for 16-bit floats (capability 8.0 and newer).
         pdl: programmatic dependent launch (capability 9.0 and newer): start while the kernel before is still running.
 
     Returns:
@@ -213,7 +299,7 @@ def quantize_row(
     """
     x = unit_rows(x)
     M, K = x.shape
-    config = config or quantize_config(M, K, x.dtype)
+    config = config or quantize_config(M, K, x.dtype, hadamard=hadamard)
     codes, scale = empty_codes(M, K, x.device)
     if M > 0:
         quantize_row_kernel[(triton.cdiv(M, config.rows),)](
@@ -223,12 +309,6 @@ def quantize_row(
             M,
             K,
             row_stride(x),
-            ROWS=config.rows,
-            BLOCK_K=config.block_k,
-            ONE_BLOCK=config.block_k >= K,
-            HADAMARD=0,
-            PDL=pdl,
-            num_warps=config.num_warps,
-            **launch_options(pdl),
+            **kernel_options(config, K, hadamard, tensor_cores, pdl),
         )
     return codes, scale

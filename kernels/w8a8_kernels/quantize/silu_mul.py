@@ -10,13 +10,15 @@ from w8a8_kernels.quantize.row import (
     chain_launches,
     empty_codes,
     encode,
-    launch_options,
+    hadamard_signs,
+    kernel_options,
     round_to,
     row_reciprocal,
     row_scale,
     row_stride,
     store_scale,
     tile_offsets,
+    transform,
     unit_rows,
 )
 
@@ -43,55 +45,70 @@ def silu_mul_quantize_kernel(
     x_row_stride,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    ONE_BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
     HADAMARD: tl.constexpr,
+    TENSOR_CORES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """ROWS rows of x [M, 2K]: SiLU·mul to codes [M, K] int8 and scale [M] fp32; see `silu_mul_quantize_reference`.
 
     PDL: as in `quantize_row_kernel`.
     """
+    b_signs = hadamard_signs(x_ptr.dtype.element_ty, HADAMARD, TENSOR_CORES)
     if PDL:
         chain_launches()
-    DIVIDE: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
-    if ONE_BLOCK:
-        o_m, o_k, mask = tile_offsets(M, K, 0, ROWS, BLOCK_K)
-        b_y = load_silu_mul(x_ptr, o_m, o_k, mask, K, x_row_stride)
-        b_amax = amax_bits(b_y, HADAMARD)
-    else:
-        b_amax = tl.zeros([ROWS], dtype=tl.int32)
-        for i_k in range(0, K, BLOCK_K):
-            o_m, o_k, mask = tile_offsets(M, K, i_k, ROWS, BLOCK_K)
-            b_amax = tl.maximum(b_amax, amax_bits(load_silu_mul(x_ptr, o_m, o_k, mask, K, x_row_stride), HADAMARD))
-
-    b_scale, b_finite = row_scale(b_amax)
-    b_factor, multiply = row_reciprocal(b_amax, b_scale, b_finite, DIVIDE)
-    if ONE_BLOCK:
-        tl.store(codes_ptr + o_m * K + o_k, encode(b_y, b_scale, b_finite, b_factor, multiply), mask=mask)
+    DIVIDE: tl.constexpr = x_ptr.dtype.element_ty == tl.float32 and HADAMARD == 0
+    b_amax = tl.zeros([ROWS], dtype=tl.int32)
+    if CHUNKS > 0:
+        transformed = ()
+        for i in tl.static_range(CHUNKS):
+            o_m, o_k, mask = tile_offsets(M, K, i * BLOCK_K, ROWS, BLOCK_K)
+            b_y = load_silu_mul(x_ptr, o_m, o_k, mask, K, x_row_stride)
+            b_y = transform(b_y, ROWS, BLOCK_K, HADAMARD, b_signs)
+            b_amax = tl.maximum(b_amax, amax_bits(b_y))
+            transformed += (b_y,)
     else:
         for i_k in range(0, K, BLOCK_K):
             o_m, o_k, mask = tile_offsets(M, K, i_k, ROWS, BLOCK_K)
             b_y = load_silu_mul(x_ptr, o_m, o_k, mask, K, x_row_stride)
+            b_amax = tl.maximum(b_amax, amax_bits(transform(b_y, ROWS, BLOCK_K, HADAMARD, b_signs)))
+
+    b_scale, b_finite = row_scale(b_amax)
+    b_factor, multiply = row_reciprocal(b_amax, b_scale, b_finite, DIVIDE)
+    if CHUNKS > 0:
+        for i in tl.static_range(CHUNKS):
+            o_m, o_k, mask = tile_offsets(M, K, i * BLOCK_K, ROWS, BLOCK_K)
+            tl.store(codes_ptr + o_m * K + o_k, encode(transformed[i], b_scale, b_finite, b_factor, multiply), mask=mask)
+    else:
+        for i_k in range(0, K, BLOCK_K):
+            o_m, o_k, mask = tile_offsets(M, K, i_k, ROWS, BLOCK_K)
+            b_y = load_silu_mul(x_ptr, o_m, o_k, mask, K, x_row_stride)
+            b_y = transform(b_y, ROWS, BLOCK_K, HADAMARD, b_signs)
             tl.store(codes_ptr + o_m * K + o_k, encode(b_y, b_scale, b_finite, b_factor, multiply), mask=mask)
     store_scale(scale_ptr, b_scale, b_finite, M, ROWS)
 
 
 def silu_mul_quantize_row(
-    x: torch.Tensor, *, config: QuantizeConfig | None = None, pdl: bool = False
+    x: torch.Tensor,
+    hadamard: int = 0,
+    *,
+    config: QuantizeConfig | None = None,
+    tensor_cores: bool = True,
+    pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`silu(x[:, :K]) * x[:, K:]`, quantized; see `silu_mul_quantize_reference` for the rounding.
 
     Args:
         x: [M, 2K], bf16, fp16 or fp32; rows of any stride. Results of more than
             `MAX_BLOCK_BYTES` in x's dtype take two passes over x.
-        config, pdl: as in `quantize_row`.
+        hadamard, config, tensor_cores, pdl: as in `quantize_row`.
 
     Returns:
         codes [M, K] int8 and scale [M, 1] fp32.
     """
     x = unit_rows(x)
     M, K = x.shape[0], x.shape[1] // 2
-    config = config or quantize_config(M, K, x.dtype)
+    config = config or quantize_config(M, K, x.dtype, hadamard=hadamard)
     codes, scale = empty_codes(M, K, x.device)
     if M > 0:
         silu_mul_quantize_kernel[(triton.cdiv(M, config.rows),)](
@@ -101,12 +118,6 @@ def silu_mul_quantize_row(
             M,
             K,
             row_stride(x),
-            ROWS=config.rows,
-            BLOCK_K=config.block_k,
-            ONE_BLOCK=config.block_k >= K,
-            HADAMARD=0,
-            PDL=pdl,
-            num_warps=config.num_warps,
-            **launch_options(pdl),
+            **kernel_options(config, K, hadamard, tensor_cores, pdl),
         )
     return codes, scale

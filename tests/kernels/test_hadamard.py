@@ -1,0 +1,181 @@
+"""The block Hadamard transform: the transform itself, the block rule, and quantizers that apply it."""
+
+import pytest
+import torch
+from inputs import activations
+
+import w8a8_kernels
+from w8a8_kernels.hadamard import BLOCKS, block_size, hadamard_transform
+from w8a8_kernels.quantize import (
+    add_rms_norm_quantize_reference,
+    quantize_reference,
+    rms_norm_quantize_reference,
+    silu_mul_quantize_reference,
+)
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SHAPES = [(1, 16), (3, 128), (17, 384), (9, 1024), (5, 2944)]
+GPU_SHAPES = [(M, K) for M in (1, 17, 257, 2048) for K in (128, 896, 1024, 4096, 6144, 12288, 14336, 24576)]
+EPS = 1e-6
+
+
+def dense(block: int) -> torch.Tensor:
+    """Sylvester's construction, normalized, fp64 [block, block]."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while matrix.shape[0] < block:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix / block**0.5
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_transform_is_the_product_with_an_orthonormal_matrix(block: int) -> None:
+    matrix = dense(block)
+    assert torch.allclose(matrix @ matrix.T, torch.eye(block, dtype=torch.float64))
+    x = torch.randn(7, 3 * block, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    expected = (x.view(7, 3, block) @ matrix).view(7, 3 * block)
+    got = hadamard_transform(x, block)
+    assert got.dtype == torch.float32
+    assert (got - expected).abs().max() < 1e-5
+    # Its own inverse.
+    assert (hadamard_transform(got, block) - x).abs().max() < 1e-5
+
+
+def test_no_block_is_no_transform() -> None:
+    x = torch.randn(3, 5, dtype=torch.float16)
+    assert torch.equal(hadamard_transform(x, 0), x.float())
+
+
+@pytest.mark.parametrize(
+    ("K", "row_parallel", "block"),
+    [
+        (4096, False, 64),
+        (4096, True, 64),
+        (896, False, 64),
+        (576, False, 64),
+        (1536, True, 64),
+        (576, True, 64),  # 72 a rank at 8: no block of 64 there, so the largest of the whole
+        (960, False, 64),
+        (2880, False, 64),
+        (2880, True, 64),
+        (11008, True, 32),  # 1376 = 32 x 43 a rank
+        (4304, False, 16),
+        (1000, False, 0),
+        (33, True, 0),
+    ],
+)
+def test_block_rule(K: int, row_parallel: bool, block: int) -> None:
+    assert block_size(K, row_parallel=row_parallel) == block
+
+
+def run(op: str, x: torch.Tensor, block: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """An op of the package, as the tests' device has it, and its reference, both on rows x [M, K]."""
+    weight = torch.linspace(0.5, 1.5, x.shape[1]).to(x.dtype).to(x.device)
+    wide = torch.cat([x, x.flip(0)], dim=1)
+    if x.device.type == "cuda":
+        ops = w8a8_kernels
+        calls = {
+            "quantize": lambda: ops.quantize(x, block),
+            "rms_norm": lambda: ops.rms_norm_quantize(x, weight, EPS, 0.0, block),
+            "add_rms_norm": lambda: ops.add_rms_norm_quantize(x, x.flip(0), weight, EPS, 0.0, block),
+            "silu_mul": lambda: ops.silu_mul_quantize(wide, block),
+        }
+    else:
+        from w8a8_kernels.quantize.rms_norm import add_rms_norm_quantize_row, rms_norm_quantize_row
+        from w8a8_kernels.quantize.row import quantize_row
+        from w8a8_kernels.quantize.silu_mul import silu_mul_quantize_row
+
+        calls = {
+            "quantize": lambda: quantize_row(x, block),
+            "rms_norm": lambda: rms_norm_quantize_row(x, weight, EPS, 0.0, block),
+            "add_rms_norm": lambda: add_rms_norm_quantize_row(x, x.flip(0), weight, EPS, 0.0, block),
+            "silu_mul": lambda: silu_mul_quantize_row(wide, block),
+        }
+    x, weight, wide = x.cpu(), weight.cpu(), wide.cpu()
+    references = {
+        "quantize": lambda: quantize_reference(x, block),
+        "rms_norm": lambda: rms_norm_quantize_reference(x, weight, EPS, 0.0, block),
+        "add_rms_norm": lambda: add_rms_norm_quantize_reference(x, x.flip(0), weight, EPS, 0.0, block),
+        "silu_mul": lambda: silu_mul_quantize_reference(wide, block),
+    }
+    return calls[op](), references[op]()
+
+
+def assert_close(got: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...], scale_tolerance: float) -> None:
+    codes, scale = got[0].cpu().int(), got[1].cpu()
+    assert torch.equal(scale.isnan(), expected[1].isnan())
+    finite = ~scale.isnan()
+    assert ((scale - expected[1]).abs() <= scale_tolerance * expected[1])[finite].all()
+    apart = (codes - expected[0].int()).abs()
+    assert apart.max() <= 1
+    assert (apart != 0).double().mean() <= 1e-3
+    for mine, reference in zip(got[2:], expected[2:], strict=True):
+        assert torch.equal(mine.cpu().nan_to_num(), reference.nan_to_num())
+
+
+OPS = ("quantize", "rms_norm", "add_rms_norm", "silu_mul")
+
+
+def check(op: str, M: int, K: int, block: int, dtype: torch.dtype, device: torch.device) -> None:
+    x = activations(M, K, dtype, device)
+    got, expected = run(op, x, block)
+    # A norm or an activation rounded the other way, one in 2^12 places, moves a transformed value by its part of 2^-9.
+    assert_close(got, expected, 1e-6 if op == "quantize" else 2e-3)
+    if M > 4 and op == "quantize":
+        assert got[1][1] == 1
+        assert not got[0][1].any()
+        assert got[1][2:4].isnan().all()
+        assert not got[0][2:4].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("M", "K"), SHAPES, ids=lambda v: str(v))
+@pytest.mark.parametrize("op", OPS)
+def test_kernels_equal_their_references(op: str, M: int, K: int, dtype: torch.dtype, device: torch.device) -> None:
+    pytest.importorskip("triton")
+    for block in BLOCKS:
+        if K % block == 0:
+            check(op, M, K, block, dtype, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("M", "K"), GPU_SHAPES, ids=lambda v: str(v))
+@pytest.mark.parametrize("op", OPS)
+def test_kernels_equal_their_references_on_gpu(op: str, M: int, K: int, dtype: torch.dtype, device: torch.device) -> None:
+    for block in (64,) if K > 4096 else BLOCKS:
+        if K % block == 0:
+            check(op, M, K, block, dtype, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("K", [896, 4096, 12288])
+def test_a_row_does_not_depend_on_its_batch_on_gpu(K: int, dtype: torch.dtype, device: torch.device) -> None:
+    x = torch.randn(1024, K, generator=torch.Generator().manual_seed(3)).to(dtype).to(device)
+    codes, scale = w8a8_kernels.quantize(x, 64)
+    for M in (1, 16, 129, 300):
+        some_codes, some_scale = w8a8_kernels.quantize(x[:M], 64)
+        assert torch.equal(some_codes, codes[:M])
+        assert torch.equal(some_scale, scale[:M])
+
+
+def test_refuses_a_block_that_does_not_fit() -> None:
+    with pytest.raises(ValueError, match=r"a block of 64 for rows of 96, expected 0, or one of .* that divides 96"):
+        w8a8_kernels.quantize(torch.zeros(2, 96), 64)
+    with pytest.raises(ValueError, match="a block of 8"):
+        w8a8_kernels.silu_mul_quantize(torch.zeros(2, 128), 8)
+
+
+def test_spreads_an_outlier() -> None:
+    """One channel 100 times the others: a row's codes hardly see the others, unless the outlier is spread over its block."""
+    x = torch.randn(64, 512, generator=torch.Generator().manual_seed(0))
+    x[:, 5] *= 100
+
+    def snr(block: int) -> float:
+        codes, scale = quantize_reference(x, block)
+        back = hadamard_transform(codes.float() * scale, block)
+        others = torch.arange(512) != 5
+        return (10 * torch.log10(x[:, others].square().sum() / (back - x)[:, others].square().sum())).item()
+
+    assert snr(0) < 20
+    assert snr(64) > snr(0) + 12
