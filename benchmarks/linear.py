@@ -2,7 +2,7 @@
 
 Run: python benchmarks/linear.py [--compare FILE]
 
-The kernels' GPU tests must pass first. Times are those of CUDA graphs over rotating weights, together over four times the L2.
+The GPU tests of quantizer and product must pass first. Times are those of CUDA graphs over rotating weights, together over four times the L2.
 `limit_us` is the larger of bytes at the measured copy bandwidth and operations at 1,979 TOPS. Writes
 benchmarks/results/linear-<gpu>-<date>.json.
 """
@@ -61,8 +61,9 @@ def vllm_peers() -> dict[str, Callable[[Operands], torch.Tensor]]:
 
 
 def gate() -> None:
-    """The kernels' GPU tests; no figure without them."""
-    tests = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", str(ROOT / "tests" / "kernels")]
+    """The GPU tests of quantizer and product; no figure without them."""
+    files = [str(ROOT / "tests" / "kernels" / f"test_{op}.py") for op in ("quantize", "scaled_mm")]
+    tests = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *files]
     done = subprocess.run(tests, capture_output=True, text=True, check=False, cwd=ROOT)
     print(done.stdout.strip().splitlines()[-1])
     if done.returncode != 0:

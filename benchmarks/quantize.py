@@ -5,7 +5,8 @@ Run: python benchmarks/quantize.py --out quantize.json [--sweep]
 Times are those of CUDA graphs of at least 20 calls over rotating inputs, the median of 5 replays. Together the inputs are four
 times the L2 cache where at most `MAX_CALLS` of them are enough for that (`cold` in the results; smaller ones are in L2, as
 they are when the kernel before has just written them). `floor` is the bytes read and written at the copy bandwidth, which is
-measured first. `vllm` is the stock kernel and its int8 quantizer, `vllm_fused` its own kernel for both, where it has one.
+measured first. `ours` and `ours_h64`, with a Hadamard transform of blocks of 64, are launched as in a served model, each to
+overlap the end of the kernel before it where the GPU can. `vllm` is the stock kernel and its int8 quantizer, `vllm_fused` its own kernel for both, where it has one.
 `--sweep` times every tile of ours instead. Results are checked against the references before anything is timed.
 """
 
@@ -35,6 +36,8 @@ LENGTHS = (1024, 4096, 12288)
 DTYPE = torch.bfloat16
 EPS = 1e-6
 MAX_CALLS = 500
+BLOCK = 64  # of the Hadamard transform
+PDL_CAPABILITY = (9, 0)
 
 # x [M, K] or [M, 2K], residual [M, K] or None, weight [K] or None.
 Inputs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
@@ -50,8 +53,8 @@ class Case:
     has_weight: bool
     elements_moved: int
     held: int
-    ours: Callable[[Inputs, QuantizeConfig | None], object]
-    reference: Callable[[Inputs], tuple[torch.Tensor, ...]]
+    ours: Callable[..., object]
+    reference: Callable[[Inputs, int], tuple[torch.Tensor, ...]]
     peers: dict[str, Callable[[ModuleType, Inputs], object]]
 
     def inputs(self, M: int, K: int) -> Inputs:
@@ -97,8 +100,8 @@ CASES = (
         has_weight=False,
         elements_moved=1,
         held=1,
-        ours=lambda i, config: quantize_row(i[0], config=config),
-        reference=lambda i: ref.quantize_reference(i[0]),
+        ours=lambda i, h=0, **options: quantize_row(i[0], h, **options),
+        reference=lambda i, h: ref.quantize_reference(i[0], h),
         peers={"vllm": lambda ops, i: ops.scaled_int8_quant(i[0])},
     ),
     Case(
@@ -108,8 +111,8 @@ CASES = (
         has_weight=True,
         elements_moved=1,
         held=2,
-        ours=lambda i, config: rms_norm_quantize_row(i[0], i[2], EPS, config=config),
-        reference=lambda i: ref.rms_norm_quantize_reference(i[0], i[2], EPS),
+        ours=lambda i, h=0, **options: rms_norm_quantize_row(i[0], i[2], EPS, 0.0, h, **options),
+        reference=lambda i, h: ref.rms_norm_quantize_reference(i[0], i[2], EPS, 0.0, h),
         peers={"vllm": _vllm_norm, "vllm_fused": _vllm_fused_norm},
     ),
     Case(
@@ -119,8 +122,8 @@ CASES = (
         has_weight=True,
         elements_moved=3,
         held=2,
-        ours=lambda i, config: add_rms_norm_quantize_row(i[0], i[1], i[2], EPS, config=config),
-        reference=lambda i: ref.add_rms_norm_quantize_reference(i[0], i[1], i[2], EPS),
+        ours=lambda i, h=0, **options: add_rms_norm_quantize_row(i[0], i[1], i[2], EPS, 0.0, h, **options),
+        reference=lambda i, h: ref.add_rms_norm_quantize_reference(i[0], i[1], i[2], EPS, 0.0, h),
         peers={"vllm": _vllm_add_norm, "vllm_fused": _vllm_fused_norm},
     ),
     Case(
@@ -130,8 +133,8 @@ CASES = (
         has_weight=False,
         elements_moved=2,
         held=1,
-        ours=lambda i, config: silu_mul_quantize_row(i[0], config=config),
-        reference=lambda i: ref.silu_mul_quantize_reference(i[0]),
+        ours=lambda i, h=0, **options: silu_mul_quantize_row(i[0], h, **options),
+        reference=lambda i, h: ref.silu_mul_quantize_reference(i[0], h),
         peers={"vllm": _vllm_silu_mul},
     ),
 )
@@ -152,20 +155,22 @@ def vllm_ops() -> ModuleType | None:
 
 def check(case: Case) -> None:
     """A few rows against the reference: codes at most 1 apart, in at most 0.1 % of places."""
-    for K in LENGTHS:
+    for K, hadamard in itertools.product(LENGTHS, (0, BLOCK)):
         inputs = case.inputs(17, K)
-        got, expected = case.ours(inputs, None), case.reference(inputs)
+        got, expected = case.ours(inputs, hadamard), case.reference(inputs, hadamard)
         apart = (got[0].int() - expected[0].int()).abs()
         if apart.max() > 1 or apart.sum() > 1e-3 * apart.numel():
-            raise SystemExit(f"{case.name}, K {K}: {apart.sum()} of {apart.numel()} codes are not the reference's")
+            raise SystemExit(
+                f"{case.name}, K {K}, Hadamard {hadamard}: {apart.sum()} of {apart.numel()} codes are not the reference's"
+            )
 
 
-def tiles(M: int, K: int) -> Iterator[QuantizeConfig]:
+def tiles(M: int, K: int, hadamard: int) -> Iterator[QuantizeConfig]:
     """Tiles with 8 to 64 elements for each thread."""
-    block_k = quantize_config(1, K, DTYPE).block_k
+    rule = quantize_config(1, K, DTYPE, hadamard=hadamard)
     for rows, num_warps in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16, 32)):
-        if rows <= M and 8 <= rows * block_k / (32 * num_warps) <= 64:
-            yield QuantizeConfig(rows, block_k, num_warps)
+        if rows <= M and 8 <= rows * rule.block_k / (32 * num_warps) <= 64:
+            yield QuantizeConfig(rows, rule.block_k, num_warps, rule.chunks)
 
 
 def measure(case: Case, M: int, K: int, ops: ModuleType | None, sweep: bool, bandwidth: float) -> dict:
@@ -174,12 +179,16 @@ def measure(case: Case, M: int, K: int, ops: ModuleType | None, sweep: bool, ban
     n_cold = -(-4 * l2_bytes // bytes_moved)
     sets = [case.inputs(M, K) for _ in range(min(max(n_cold, MIN_CALLS), MAX_CALLS))]
     runs: dict[str, Callable[[Inputs], object]] = {}
+    pdl = torch.cuda.get_device_capability() >= PDL_CAPABILITY
     if sweep:
-        for config in tiles(M, K):
-            name = "x".join(map(str, config)) + ("*" if config == quantize_config(M, K, DTYPE, case.held) else "")
-            runs[name] = lambda i, config=config: case.ours(i, config)
+        for hadamard in (0, BLOCK):
+            rule = quantize_config(M, K, DTYPE, case.held, hadamard)
+            for config in dict.fromkeys([rule, *tiles(M, K, hadamard)]):
+                name = f"h{hadamard}:" + "x".join(map(str, config)) + ("*" if config == rule else "")
+                runs[name] = lambda i, h=hadamard, config=config: case.ours(i, h, config=config, pdl=pdl)
     else:
-        runs["ours"] = lambda i: case.ours(i, None)
+        runs["ours"] = lambda i: case.ours(i, pdl=pdl)
+        runs[f"ours_h{BLOCK}"] = lambda i: case.ours(i, BLOCK, pdl=pdl)
         if ops is not None:
             # Last those that overwrite their inputs.
             for name, peer in case.peers.items():
@@ -200,7 +209,8 @@ def show(cell: dict, sweep: bool) -> None:
     times = list(cell["us"].items())
     if sweep:
         times.sort(key=lambda item: item[1])
-        times = times[:6] + [item for item in times[6:] if item[0].endswith("*")]
+        by_kind = [[item for item in times if item[0].startswith(kind)] for kind in ("h0:", f"h{BLOCK}:")]
+        times = [item for kind in by_kind for i, item in enumerate(kind) if i < 3 or item[0].endswith("*")]
     where = "cold" if cell["cold"] else "L2"
     columns = "  ".join(f"{name} {us:8.2f}" for name, us in times)
     print(f"{cell['op']:22} {cell['M']:6} {cell['K']:6} {where:4}  floor {cell['floor_us']:8.2f}  {columns}", flush=True)
