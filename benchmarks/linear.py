@@ -2,9 +2,9 @@
 
 Run: python benchmarks/linear.py [--compare FILE]
 
-The GPU tests of quantizer and product must pass first. Times are those of CUDA graphs over rotating weights, together over four times the L2.
-`limit_us` is the larger of bytes at the measured copy bandwidth and operations at 1,979 TOPS. Writes
-benchmarks/results/linear-<gpu>-<date>.json.
+The GPU tests of quantizer and product must pass first. Times are those of CUDA graphs over rotating weights, together over
+four times the L2. `limit_us` is the larger of bytes at the measured copy bandwidth and operations at 1,979 TOPS.
+Writes benchmarks/results/linear-<gpu>-<date>.json.
 """
 
 import argparse
@@ -62,12 +62,18 @@ def vllm_peers() -> dict[str, Callable[[Operands], torch.Tensor]]:
 
 def gate() -> None:
     """The GPU tests of quantizer and product; no figure without them."""
-    files = [str(ROOT / "tests" / "kernels" / f"test_{op}.py") for op in ("quantize", "scaled_mm")]
-    tests = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *files]
-    done = subprocess.run(tests, capture_output=True, text=True, check=False, cwd=ROOT)
-    print(done.stdout.strip().splitlines()[-1])
-    if done.returncode != 0:
-        raise SystemExit(f"the kernels' GPU tests fail, nothing is measured:\n{done.stdout[-3000:]}")
+    tests = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    running = [
+        subprocess.Popen(
+            [*tests, str(ROOT / "tests" / "kernels" / f"test_{op}.py")], stdout=subprocess.PIPE, text=True, cwd=ROOT
+        )
+        for op in ("quantize", "scaled_mm")
+    ]
+    for process in running:
+        output, _ = process.communicate()
+        print(output.strip().splitlines()[-1])
+        if process.returncode != 0:
+            raise SystemExit(f"the kernels' GPU tests fail, nothing is measured:\n{output[-3000:]}")
 
 
 def operands(M: int, N: int, K: int, copies: int) -> list[Operands]:

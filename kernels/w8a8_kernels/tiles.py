@@ -36,8 +36,7 @@ class Tile:
 
     `swap` multiplies weight x activations.T: the weight's rows take the instruction's wide side, so that few rows of x waste
     less of it. `prefetch`, capability 9.0 and newer: so many bytes of each weight row are asked of L2 while the kernel before
-    still runs, and the next kernel starts only after that; with 0 it starts at once. `extra_n` columns more, without `swap`,
-    make widths that are no power of two: 128 tiles of 32 + 16 columns leave 4 of 132 multiprocessors idle, 96 of 64 leave 36.
+    still runs, and the next kernel starts only after that; with 0 it starts at once.
     """
 
     block_m: int
@@ -48,12 +47,11 @@ class Tile:
     split_k: int = 1
     swap: bool = False
     prefetch: int = 0
-    extra_n: int = 0
 
     @property
     def stage_bytes(self) -> int:
         """Shared memory of all stages; one holds a block of x and one of the weight, a byte a value."""
-        return (self.block_m + self.block_n + self.extra_n) * self.block_k * self.num_stages
+        return (self.block_m + self.block_n) * self.block_k * self.num_stages
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ class Entry:
     kernel: str | None
 
 
-OPTIONAL_FIELDS = ("split_k", "swap", "prefetch", "extra_n")
+OPTIONAL_FIELDS = ("split_k", "swap", "prefetch")
 
 Table = dict[tuple[int, int], dict[int, Entry]]
 
@@ -107,7 +105,9 @@ def default_tile(M: int, N: int, K: int, *, num_sms: int, capability: tuple[int,
         block_n = 128 if very_wide and M <= 64 else 64
         tiles = -(-N // block_n)
         split_k = 1 if K < 2048 else 4 if tiles * 4 <= num_sms else 2 if tiles * 2 <= num_sms else 1
-        prefetch = 512 if capability >= (9, 0) and N * K <= 2**24 and M <= 64 else 0
+        # One line lets the next kernel start later, which wins where the weight is large: 25.8 us instead of 27.1 for
+        # 24576 x 4096 and one row.
+        prefetch = 0 if capability < (9, 0) or M > 64 else 512 if N * K <= 2**24 else 128
         if M <= 16:
             tile = Tile(16, block_n, 256, 4, 3 if wide else 6, split_k, swap=True, prefetch=prefetch)
         elif M <= 64:
@@ -233,10 +233,6 @@ def _entry(path: Path, where: str, values: Any, capability: tuple[int, int]) -> 
     for name, value in tile_values.items():
         if name == "swap":
             fits, expected = isinstance(value, bool), "true or false"
-        elif name == "extra_n":
-            swapped = tile_values.get("swap", False)
-            fits = type(value) is int and (value == 0 or (value >= 16 and bucket_of(value) == value and not swapped))
-            expected = "0, or a power of two from 16 where swap is false"
         elif name == "prefetch":
             fits, expected = type(value) is int and value >= 0 and value % 16 == 0, "a multiple of 16, or 0"
         elif name in ("num_stages", "split_k"):

@@ -32,7 +32,7 @@ from w8a8_kernels.tiles import (
 
 DTYPE = torch.bfloat16
 
-# Larger weights are hardly fetched early: on an H200 that won up to N 6144, K 4096, and lost from N 4096, K 12288 on.
+# Of larger weights at most a line a row is fetched early: more won up to 6144 x 4096 on an H200, and lost for 4096 x 12288.
 MAX_PREFETCH_SIZE = 2**25
 
 # Compiling is the longer part of tuning; beyond this many processes, loading torch in each takes longer than it saves.
@@ -97,8 +97,7 @@ def candidates(M: int, N: int, K: int, capability: tuple[int, int], num_sms: int
     first = default_tile(M, N, K, num_sms=num_sms, capability=capability)
     prefetches = (0,)
     if capability >= MIN_DEPENDENT_LAUNCH_CAPABILITY:
-        # A prefetch of one line is as good as none, but lets the next kernel start later.
-        prefetches = (0, 512) if N * K <= 2**24 else (0, 128, 512) if N * K <= MAX_PREFETCH_SIZE else (0, 128)
+        prefetches = (0, 128, 512) if N * K <= MAX_PREFETCH_SIZE else (0, 128)
     # Columns: block_m, block_n, block_k, num_warps, num_stages.
     if K % 16 != 0:
         # Rows are loaded code by code, with an address each: larger blocks spill registers.
@@ -120,7 +119,7 @@ def candidates(M: int, N: int, K: int, capability: tuple[int, int], num_sms: int
     elif M <= 256:
         blocks = [(128, 64, 256, 8, 4), (128, 64, 256, 4, 4), (128, 64, 128, 4, 3), (128, 64, 128, 8, 3)]
         blocks += [(128, 128, 128, 8, 4), (128, 128, 128, 4, 3), (128, 128, 256, 8, 3), (128, 256, 128, 8, 4)]
-        splits, swaps, prefetches = (1, 2, 4), (False, True), (0,)
+        splits, swaps, prefetches = (1, 2, 4), (False, True), prefetches[:2]
     else:
         blocks = [(128, 128, 128, 8, 4), (128, 128, 128, 4, 4), (128, 256, 128, 8, 3), (128, 256, 128, 8, 4)]
         blocks += [
@@ -132,14 +131,10 @@ def candidates(M: int, N: int, K: int, capability: tuple[int, int], num_sms: int
         ]
         splits, swaps, prefetches = (1, 2), (False,), (0,)
     grid = [(*block, *rest) for block in blocks for rest in product(splits, swaps, prefetches)]
-    if K % 16 == 0 and M <= 64 and N % 48 == 0 and 64 * num_sms >= N > 32 * num_sms:
-        # Between one tile of 32 columns and one of 64 for each multiprocessor: 48 leave fewer of them idle.
-        blocks = [(max(M, 16), 32, block_k, 4, stages) for block_k, stages in ((256, 4), (256, 6), (512, 3), (512, 4))]
-        grid += [(*block, 1, False, prefetch, 16) for block, prefetch in product(blocks, prefetches)]
     tiles = [first]
     for block_m, block_n, block_k, *rest in grid:
         tile = Tile(block_m, block_n, min(block_k, max(bucket_of(K), 64)), *rest)
-        programs = -(-M // tile.block_m) * -(-N // (tile.block_n + tile.extra_n)) * tile.split_k
+        programs = -(-M // tile.block_m) * -(-N // tile.block_n) * tile.split_k
         steps = -(-K // tile.block_k) // tile.split_k
         split_too_far = tile.split_k > 1 and (programs > 3 * num_sms or steps < 2)
         # An accumulator of 128 x 256 needs all registers of 8 warps.

@@ -19,6 +19,8 @@ MAX_SHARED = {70: 96, 75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 9
 
 HAS_INT8_TCGEN05 = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
 
+FP32_ROWS = ((32768, 0), (4096, 64))  # K and Hadamard block
+
 QUANTIZERS = ("quantize", "rms_norm_quantize", "add_rms_norm_quantize", "silu_mul_quantize")
 
 
@@ -33,10 +35,13 @@ def bounding_cases() -> list[Case]:
         # One row in latency's tile, many in bandwidth's, the longest row that stays in registers, a longer one.
         rows = [(1, 4096), (4096, 1024), (1, 16384), (4096, 32768), (1, 40000)]
         cases += [Case(target, op, M, K, dtype=dtype) for M, K in rows for op in QUANTIZERS]
+        # The Hadamard transform: a matrix product from 8.0 on, butterflies below; padded and looped rows, the largest block.
+        rows = [(1, 4096, 64), (128, 4096, 64), (4096, 4096, 64), (4096, 12288, 64), (1, 1024, 128), (4096, 40960, 64)]
+        cases += [Case(target, op, M, K, dtype=dtype, hadamard=block) for M, K, block in rows for op in QUANTIZERS]
     # No hardware conversion to bf16; fp32 divides where other inputs multiply.
     cases += [Case(75, "scaled_mm", M, 4096, 4096, "bfloat16") for M in (1, 4096)]
     cases += [Case(75, op, 1, 4096, dtype="bfloat16") for op in QUANTIZERS]
-    cases += [Case(target, "quantize", 4096, 32768, dtype="float32") for target in (75, 90)]
+    cases += [Case(target, "quantize", 4096, K, dtype="float32", hadamard=h) for target in (75, 90) for K, h in FP32_ROWS]
     cases += [Case(target, "scaled_mm", M, 4096, 4096, kernel="dp4a") for target in (90, 120) for M in (1, 4096)]
     return cases
 
@@ -60,6 +65,14 @@ def full_cases() -> list[Case]:
                 for op in QUANTIZERS
                 for M in (1, 4096)
                 for K in (64, 520, 1024, 3072, 4099, 8192, 14336, 16384, 28672, 32768, 40000)
+            ]
+            cases += [
+                Case(target, op, M, K, dtype=dtype, hadamard=block)
+                for op in QUANTIZERS
+                for M in (1, 128, 512, 4096)
+                for K in (128, 896, 1024, 4096, 11008, 12288, 14336, 28672)
+                for block in (16, 32, 64, 128)
+                if K % block == 0
             ]
     return cases
 

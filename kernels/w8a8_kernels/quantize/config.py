@@ -17,12 +17,9 @@ LATENCY_ROWS = 256
 LATENCY_BYTES_PER_THREAD = 32
 BANDWIDTH_BYTES_PER_THREAD = 64
 
-# At high M, short rows share a program until it has this many elements; twice as many with a Hadamard transform, where
-# 4 warps with 64 elements a thread were fastest (31.6 us for 8192 rows of 4096 on an H200, 42.2 with 8 warps and 16).
+# At high M, short rows share a program until it has this many elements.
 TILE_ELEMENTS = 4096
 MAX_ROWS = 8
-TRANSFORM_ELEMENTS_PER_THREAD = 64
-
 
 # Shorter rows are one tile, padded.
 MIN_THREE_CHUNKS = 8192
@@ -41,7 +38,7 @@ class QuantizeConfig(NamedTuple):
 
 
 def quantize_config(M: int, K: int, dtype: torch.dtype, held: int = 1, hadamard: int = 0) -> QuantizeConfig:
-    """Tile for rows of length K; of M only the side of `LATENCY_ROWS` counts, so that K and dtype allow two tiles at most.
+    """Tile for rows of length K. Of M only the side of a few bounds counts, so that K and dtype allow a few tiles.
 
     Args:
         M: number of rows.
@@ -52,31 +49,43 @@ def quantize_config(M: int, K: int, dtype: torch.dtype, held: int = 1, hadamard:
         hadamard: size of the transform's blocks, or 0.
     """
     padded = 1 << max(K - 1, 127).bit_length()
+    if hadamard:
+        return _transform_config(M, max(padded, 16 * hadamard), dtype, held)
     block_k, chunks = padded, 1
     if padded >= MIN_THREE_CHUNKS and 4 * K <= 3 * padded:
         # Three quarters of a power of two, or less: a quarter of the program would have nothing to do.
         block_k, chunks = padded // 4, 3
-    if hadamard:
-        # The matrix product's other side is at least 16, and its results are held in fp32.
-        block_k = max(block_k, 16 * hadamard)
-        chunks = -(-K // block_k) if chunks > 1 else 1
-        held = max(held, 2)
     row_bytes = block_k * chunks * dtype.itemsize * held
     if row_bytes > MAX_BLOCK_BYTES:
         return QuantizeConfig(rows=1, block_k=LOOP_BLOCK_K, num_warps=16, chunks=0)
     rows, bytes_per_thread = 1, LATENCY_BYTES_PER_THREAD
     if M > LATENCY_ROWS:
         rows, bytes_per_thread = min(max(TILE_ELEMENTS // (block_k * chunks), 1), MAX_ROWS), BANDWIDTH_BYTES_PER_THREAD // held
-        if hadamard and chunks == 1:
-            rows = min(max(2 * TILE_ELEMENTS // block_k, 1), MAX_ROWS)
-            bytes_per_thread = TRANSFORM_ELEMENTS_PER_THREAD * dtype.itemsize
     threads = rows * block_k * dtype.itemsize // bytes_per_thread
     # At high M, two programs of 512 threads overlap where one of 1024 would load, compute and store in turn. The longest rows
     # would leave those 512 no register for anything else.
     most = 16 if M > LATENCY_ROWS and row_bytes < MAX_BLOCK_BYTES else 32
-    # Fewer than 4 warps are slow at the matrix product: 1.6 us instead of 1.3 for a row of 1024 on an H200.
-    least = 4 if hadamard else 1
-    return QuantizeConfig(rows, block_k, min(max(threads // 32, least), most), chunks)
+    return QuantizeConfig(rows, block_k, min(max(threads // 32, 1), most), chunks)
+
+
+def _transform_config(M: int, block_k: int, dtype: torch.dtype, held: int) -> QuantizeConfig:
+    """Tile for a Hadamard transform by matrix product; fewer than 4 warps are slow at that.
+
+    Microseconds on an H200, rows of 4096: 1 row 1.4 with 4 or 8 warps and 1.7 with 16; 128 rows 3.0 with 8 and 2.8 with 16; 512
+    rows 3.8 with 8, 4.7 as two rows on 4; 8192 rows 42 with 8, 32 as two rows on 4. 8192 rows of 12288: 112 with 8 warps, 192
+    with 16; in three tiles without padding 125.
+    """
+    # Results are held in fp32.
+    if block_k * dtype.itemsize * max(held, 2) > MAX_BLOCK_BYTES:
+        return QuantizeConfig(rows=1, block_k=LOOP_BLOCK_K // 2, num_warps=8, chunks=0)
+    rows, elements_per_thread = 1, 32
+    if LATENCY_ROWS // 4 < M <= LATENCY_ROWS:
+        elements_per_thread = 8
+    elif LATENCY_ROWS < M <= 4 * LATENCY_ROWS and block_k <= TILE_ELEMENTS:
+        elements_per_thread = 16
+    elif M > LATENCY_ROWS:
+        rows, elements_per_thread = min(max(2 * TILE_ELEMENTS // block_k, 1), MAX_ROWS), 64 // held
+    return QuantizeConfig(rows, block_k, min(max(rows * block_k // (32 * elements_per_thread), 4), 16))
 
 
 def quantize_variants(K: int, dtype: torch.dtype, held: int = 1, hadamard: int = 0) -> dict[int, QuantizeConfig]:
@@ -85,7 +94,7 @@ def quantize_variants(K: int, dtype: torch.dtype, held: int = 1, hadamard: int =
     Calling an op once with each of these M, at the alignment and strides of serving, compiles all that it will need.
     """
     variants: dict[int, QuantizeConfig] = {}
-    for M in (1, LATENCY_ROWS + 1):
+    for M in (1, LATENCY_ROWS // 4 + 1, LATENCY_ROWS + 1, 4 * LATENCY_ROWS + 1):
         config = quantize_config(M, K, dtype, held, hadamard)
         if config not in variants.values():
             variants[M] = config

@@ -248,6 +248,8 @@ def kernel_options(config: QuantizeConfig, K: int, hadamard: int, tensor_cores: 
         "TENSOR_CORES": tensor_cores,
         "PDL": pdl,
         "num_warps": config.num_warps,
+        # Long rows are read in a loop with a matrix product: pipelined, its loads would take 112 KB of shared memory.
+        "num_stages": 1,
         **launch_options(pdl),
     }
 

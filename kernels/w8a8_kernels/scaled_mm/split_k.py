@@ -33,44 +33,6 @@ def _epilogue(b_acc, x_scale_ptr, weight_scale_ptr, bias_ptr, o_m, o_n, M, N, HA
     return b_out
 
 
-@triton.jit
-def _dot(b_x, b_weight, b_acc, SWAP: tl.constexpr):
-    if SWAP:
-        b_acc = tl.dot(b_weight, tl.trans(b_x), b_acc, out_dtype=tl.int32)
-    else:
-        b_acc = tl.dot(b_x, tl.trans(b_weight), b_acc, out_dtype=tl.int32)
-    return b_acc
-
-
-@triton.jit
-def _store(
-    b_acc,
-    out_ptr,
-    partial_ptr,
-    i_split,
-    x_scale_ptr,
-    weight_scale_ptr,
-    bias_ptr,
-    o_m,
-    o_n,
-    M,
-    N,
-    SPLIT_K: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    SWAP: tl.constexpr,
-):
-    """Finish [BLOCK_M, BLOCK_N] sums: to out, or to this split's part of partial."""
-    if SWAP:
-        b_acc = tl.trans(b_acc)
-    o_out = o_m.to(tl.int64)[:, None] * N + o_n[None, :]
-    m_out = (o_m < M)[:, None] & (o_n < N)[None, :]
-    if SPLIT_K == 1:
-        b_out = _epilogue(b_acc, x_scale_ptr, weight_scale_ptr, bias_ptr, o_m, o_n, M, N, HAS_BIAS)
-        tl.store(out_ptr + o_out, b_out.to(out_ptr.dtype.element_ty), mask=m_out)
-    else:
-        tl.store(partial_ptr + i_split.to(tl.int64) * M * N + o_out, b_acc, mask=m_out)
-
-
 @triton.jit(do_not_specialize=["M"])
 def scaled_mm_split_k_kernel(
     out_ptr,
@@ -90,13 +52,12 @@ def scaled_mm_split_k_kernel(
     SPLIT_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    EXTRA_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SWAP: tl.constexpr,
     PDL: tl.constexpr,
     PREFETCH: tl.constexpr,
 ):
-    """One [BLOCK_M, BLOCK_N + EXTRA_N] tile of x [M, K] @ weight [N, K].T over one of SPLIT_K ranges of K.
+    """One [BLOCK_M, BLOCK_N] tile of x [M, K] @ weight [N, K].T over one of SPLIT_K ranges of K.
 
     SPLIT_K 1 writes out [M, N]; otherwise the int32 sums go to partial [SPLIT_K, M, N]. PDL: the launch may overlap the end of
     the kernel before it, so nothing that this one wrote is read before `gdc_wait`, and nothing is written. The weight is no
@@ -110,7 +71,7 @@ def scaled_mm_split_k_kernel(
     i_n = i_tile // n_tiles_m
 
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
-    o_n = i_n * (BLOCK_N + EXTRA_N) + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
     o_k = tl.arange(0, BLOCK_K)  # [BLOCK_K]
     steps = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT_K)
     k_first = i_split * steps * BLOCK_K
@@ -122,10 +83,6 @@ def scaled_mm_split_k_kernel(
     p_rows = weight_ptr + (o_n % N).to(tl.int64) * weight_row_stride + k_first
     p_weight = p_rows[:, None] + o_k[None, :]
     m_x = (o_m < M)[:, None] & (o_k >= 0)[None, :]
-    if EXTRA_N > 0:
-        o_extra = i_n * (BLOCK_N + EXTRA_N) + BLOCK_N + tl.arange(0, EXTRA_N)
-        p_extra_rows = weight_ptr + (o_extra % N).to(tl.int64) * weight_row_stride + k_first
-        p_extra = p_extra_rows[:, None] + o_k[None, :]
     if PDL:
         # The next kernels may start at once, unless this one asks for its weight early: then theirs would, too, and take the
         # bandwidth (N 6144, K 1024, M 64 on an H200: 5.3 us with the bytes asked for, 5.5 with early starts, 5.6 with both).
@@ -135,16 +92,12 @@ def scaled_mm_split_k_kernel(
         else:
             if k_first + PREFETCH <= K:
                 _prefetch_rows(p_rows, PREFETCH)
-                if EXTRA_N > 0:
-                    _prefetch_rows(p_extra_rows, PREFETCH)
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
     if SWAP:
         b_acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.int32)
     else:
         b_acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
-    if EXTRA_N > 0:
-        b_extra_acc = tl.zeros((BLOCK_M, EXTRA_N), dtype=tl.int32)
     for i_k in range(k_first, k_last, BLOCK_K):
         if EVEN_K:
             b_x = tl.load(p_x, mask=m_x, other=0)
@@ -153,50 +106,23 @@ def scaled_mm_split_k_kernel(
             m_k = (i_k + o_k < K)[None, :]
             b_x = tl.load(p_x, mask=m_x & m_k, other=0)
             b_weight = tl.load(p_weight, mask=m_k, other=0)
-        b_acc = _dot(b_x, b_weight, b_acc, SWAP)
-        if EXTRA_N > 0:
-            if EVEN_K:
-                b_extra = tl.load(p_extra)
-            else:
-                b_extra = tl.load(p_extra, mask=(i_k + o_k < K)[None, :], other=0)
-            b_extra_acc = _dot(b_x, b_extra, b_extra_acc, False)
-            p_extra += BLOCK_K
+        if SWAP:
+            b_acc = tl.dot(b_weight, tl.trans(b_x), b_acc, out_dtype=tl.int32)
+        else:
+            b_acc = tl.dot(b_x, tl.trans(b_weight), b_acc, out_dtype=tl.int32)
         p_x += BLOCK_K
         p_weight += BLOCK_K
 
-    _store(
-        b_acc,
-        out_ptr,
-        partial_ptr,
-        i_split,
-        x_scale_ptr,
-        weight_scale_ptr,
-        bias_ptr,
-        o_m,
-        o_n,
-        M,
-        N,
-        SPLIT_K,
-        HAS_BIAS,
-        SWAP,
-    )
-    if EXTRA_N > 0:
-        _store(
-            b_extra_acc,
-            out_ptr,
-            partial_ptr,
-            i_split,
-            x_scale_ptr,
-            weight_scale_ptr,
-            bias_ptr,
-            o_m,
-            o_extra,
-            M,
-            N,
-            SPLIT_K,
-            HAS_BIAS,
-            False,
-        )
+    if SWAP:
+        b_acc = tl.trans(b_acc)
+    o_out = o_m.to(tl.int64)[:, None] * N + o_n[None, :]
+    m_out = (o_m < M)[:, None] & (o_n < N)[None, :]
+    if SPLIT_K == 1:
+        b_out = _epilogue(b_acc, x_scale_ptr, weight_scale_ptr, bias_ptr, o_m, o_n, M, N, HAS_BIAS)
+        tl.store(out_ptr + o_out, b_out.to(out_ptr.dtype.element_ty), mask=m_out)
+    else:
+        p_partial = partial_ptr + i_split.to(tl.int64) * M * N
+        tl.store(p_partial + o_out, b_acc, mask=m_out)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -238,7 +164,6 @@ def _product_options(tile: Tile, K: int, has_bias: bool, pdl: bool, aligned: boo
         "SPLIT_K": tile.split_k,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
-        "EXTRA_N": tile.extra_n,
         "BLOCK_K": tile.block_k,
         "SWAP": tile.swap,
         "PDL": pdl,
@@ -318,7 +243,7 @@ def scaled_mm_split_k(
         tile = default_tile(M, N, K, num_sms=num_sms, capability=capability)
     split_k = tile.split_k
     partial = torch.empty((split_k, M, N), dtype=torch.int32, device=x.device) if split_k > 1 else out
-    tiles = triton.cdiv(M, tile.block_m) * triton.cdiv(N, tile.block_n + tile.extra_n)
+    tiles = triton.cdiv(M, tile.block_m) * triton.cdiv(N, tile.block_n)
     aligned = weight.data_ptr() % 16 == 0 and weight.stride(0) % 16 == 0
     scaled_mm_split_k_kernel[(tiles, split_k)](
         out,
