@@ -71,7 +71,7 @@ def quantize_config(M: int, K: int, dtype: torch.dtype, held: int = 1, hadamard:
 def _transform_config(M: int, block_k: int, dtype: torch.dtype, held: int) -> QuantizeConfig:
     """Tile for a Hadamard transform by matrix product; fewer than 4 warps are slow at that.
 
-    Microseconds on an H200, rows of 4096: 1 row 1.4 with 4 or 8 warps and 1.7 with 16; 128 rows 3.0 with 8 and 2.8 with 16; 512
+    Microseconds on an H200, rows of 4096: 1 row 1.4 with 4 or 8 warps, 1.7 with 16; 128 rows 3.0 with 8 and 2.8 with 16; 512
     rows 3.8 with 8, 4.7 as two rows on 4; 8192 rows 42 with 8, 32 as two rows on 4. 8192 rows of 12288: 112 with 8 warps, 192
     with 16; in three tiles without padding 125.
     """
