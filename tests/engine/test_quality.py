@@ -1,0 +1,66 @@
+"""`vllm_w8a8_plugin.quality` on the real vLLM: a model is no distance from itself, plain W8A8 is further away than bf16."""
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from engines import engine_environment
+
+from vllm_w8a8_plugin import quality
+from vllm_w8a8_plugin.quality import MODES, Job, Mode, Results
+
+pytestmark = pytest.mark.engine
+
+TOKENS = 67  # of each text
+
+
+@pytest.fixture(scope="module")
+def measured(smollm2: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, list[str]]:
+    """The results, and the modes that failed: one is meant to."""
+    model, tmp = smollm2("bf16"), tmp_path_factory.mktemp("quality")
+    job = Job(model, quality.make_prompts(model, TOKENS))
+    results = Results(tmp / "out.json", quality.make_head(job, "smollm2-135m"))
+    broken = Mode({"dtype": "bfloat16", "quantization": "no-such-method"})
+    modes = {"broken": broken, "bf16": MODES["bf16"], "rtn": MODES["rtn"]}
+    with pytest.MonkeyPatch.context() as patch:
+        wanted = engine_environment()
+        for name in os.environ.keys() - wanted.keys():
+            patch.delenv(name)
+        for name, value in wanted.items():
+            patch.setenv(name, value)
+        patch.setattr(tempfile, "tempdir", str(tmp))
+        failed = quality.measure(job, modes, ["fp32", "bf16"], results, say=print)
+    return results, failed
+
+
+def test_a_model_is_no_distance_from_itself(measured: tuple[Results, list[str]]) -> None:
+    cell = measured[0].cells["bf16", "bf16"]
+    assert cell["positions"] == 3 * (TOKENS - 1)
+    assert cell["kl_mean"] <= 1e-4
+    assert cell["top1"] >= 0.99
+    assert cell["ppl"] == pytest.approx(cell["ppl_ref"], rel=1e-3)
+
+
+def test_the_reference_is_in_fp32(measured: tuple[Results, list[str]]) -> None:
+    """Else bf16 would be no distance from it. Another implementation in fp32 is 5e-11 away, bf16 2e-3."""
+    cell = measured[0].cells["bf16", "fp32"]
+    assert 2e-4 <= cell["kl_mean"] <= 1e-2
+    assert cell["dtype"] == "bfloat16"
+
+
+def test_plain_w8a8_is_further_away(measured: tuple[Results, list[str]]) -> None:
+    bf16, rtn = (measured[0].cells[mode, "fp32"] for mode in ("bf16", "rtn"))
+    print(f"KL {bf16['kl_mean']:.5f} bf16, {rtn['kl_mean']:.5f} rtn")
+    assert rtn["quantization"] == "w8a8"
+    assert 5 * bf16["kl_mean"] <= rtn["kl_mean"] <= 0.3
+    assert rtn["top1"] < bf16["top1"]
+    assert 0.9 <= rtn["ppl_ratio"] <= 1.3
+    assert rtn["missing"] <= 1e-3, "the mode's likeliest tokens do not hold the reference's"
+
+
+def test_a_failed_mode_says_why(measured: tuple[Results, list[str]]) -> None:
+    results, failed = measured
+    assert failed == ["broken"]
+    assert "no-such-method" in results.failed["broken"]
