@@ -21,6 +21,9 @@ CONFIG_DIR_VARIABLE = "VLLM_W8A8_CONFIG_DIR"
 CONFIG_DIR = Path(__file__).parent / "configs"
 MEASURED_KERNELS = ("triton", "cutlass")
 
+# The tensor memory accelerator exists from here on.
+MIN_TMA_CAPABILITY = (9, 0)
+
 # Shared memory that one program can have.
 MAX_SHARED_BYTES = {(8, 0): 163 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024, (10, 3): 227 * 1024}
 SMALL_MAX_SHARED_BYTES = 99 * 1024
@@ -36,7 +39,8 @@ class Tile:
 
     `swap` multiplies weight x activations.T: the weight's rows take the instruction's wide side, so that few rows of x waste
     less of it. `prefetch`, capability 9.0 and newer: so many bytes of each weight row are asked of L2 while the kernel before
-    still runs, and the next kernel starts only after that; with 0 it starts at once.
+    still runs, and the next kernel starts only after that; with 0 it starts at once. `tma`, the same: blocks are loaded by the
+    tensor memory accelerator instead of by threads; without prefetch.
     """
 
     block_m: int
@@ -47,6 +51,7 @@ class Tile:
     split_k: int = 1
     swap: bool = False
     prefetch: int = 0
+    tma: bool = False
 
     @property
     def stage_bytes(self) -> int:
@@ -62,7 +67,7 @@ class Entry:
     kernel: str | None
 
 
-OPTIONAL_FIELDS = ("split_k", "swap", "prefetch")
+OPTIONAL_FIELDS = ("split_k", "swap", "prefetch", "tma")
 
 Table = dict[tuple[int, int], dict[int, Entry]]
 
@@ -231,7 +236,7 @@ def _entry(path: Path, where: str, values: Any, capability: tuple[int, int]) -> 
     if missing:
         raise _broken(path, f"no {', '.join(missing)} in {where}", "all fields of a tile")
     for name, value in tile_values.items():
-        if name == "swap":
+        if name in ("swap", "tma"):
             fits, expected = isinstance(value, bool), "true or false"
         elif name == "prefetch":
             fits, expected = type(value) is int and value >= 0 and value % 16 == 0, "a multiple of 16, or 0"
@@ -244,6 +249,8 @@ def _entry(path: Path, where: str, values: Any, capability: tuple[int, int]) -> 
         if not fits:
             raise _broken(path, f"{name} {value!r} in {where}", expected)
     tile = Tile(**tile_values)
+    if tile.tma and capability < MIN_TMA_CAPABILITY:
+        raise _broken(path, f"tma in {where}", "false below capability 9.0")
     limit = max_shared_bytes(capability)
     if tile.stage_bytes > limit:
         raise _broken(

@@ -20,6 +20,7 @@ import torch
 
 from w8a8_kernels.select import MAX_K, MIN_DEPENDENT_LAUNCH_CAPABILITY, MIN_TRITON_CAPABILITY
 from w8a8_kernels.tiles import (
+    MIN_TMA_CAPABILITY,
     Tile,
     bucket_of,
     default_tile,
@@ -119,7 +120,7 @@ def candidates(M: int, N: int, K: int, capability: tuple[int, int], num_sms: int
     elif M <= 256:
         blocks = [(128, 64, 256, 8, 4), (128, 64, 256, 4, 4), (128, 64, 128, 4, 3), (128, 64, 128, 8, 3)]
         blocks += [(128, 128, 128, 8, 4), (128, 128, 128, 4, 3), (128, 128, 256, 8, 3), (128, 256, 128, 8, 4)]
-        splits, swaps, prefetches = (1, 2, 4), (False, True), prefetches[:2]
+        splits, swaps, prefetches = (1, 2, 4), (False, True), (0,)
     else:
         blocks = [(128, 128, 128, 8, 4), (128, 128, 128, 4, 4), (128, 256, 128, 8, 3), (128, 256, 128, 8, 4)]
         blocks += [
@@ -131,6 +132,13 @@ def candidates(M: int, N: int, K: int, capability: tuple[int, int], num_sms: int
         ]
         splits, swaps, prefetches = (1, 2), (False,), (0,)
     grid = [(*block, *rest) for block in blocks for rest in product(splits, swaps, prefetches)]
+    if capability >= MIN_TMA_CAPABILITY and K % 16 == 0 and M >= 32:
+        rows = min(M, 64)
+        blocks = [(rows, 64, 128, 4, 6), (rows, 64, 256, 4, 4), (rows, 128, 128, 4, 4), (rows, 128, 128, 4, 6)]
+        if M > 64:
+            blocks += [(128, 64, 128, 4, 4), (128, 64, 256, 8, 4), (128, 128, 128, 4, 4), (128, 128, 128, 8, 4)]
+            blocks += [(128, 128, 128, 8, 6), (128, 256, 128, 8, 4), (64, 256, 128, 4, 4)]
+        grid += [(*block, split, M <= 32, 0, True) for block in blocks for split in (1, 2, 4)]
     tiles = [first]
     for block_m, block_n, block_k, *rest in grid:
         tile = Tile(block_m, block_n, min(block_k, max(bucket_of(K), 64)), *rest)

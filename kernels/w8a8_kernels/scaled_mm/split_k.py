@@ -3,11 +3,15 @@
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from w8a8_kernels.quantize.row import launch_options
 from w8a8_kernels.tiles import Tile, default_tile
 
 REDUCE_BLOCK_M, REDUCE_BLOCK_N = 16, 64
+
+# Bytes: of addresses and rows, for the tensor memory accelerator and for prefetches.
+TMA_ALIGNMENT = 16
 
 
 @triton.jit
@@ -54,11 +58,13 @@ def scaled_mm_split_k_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SWAP: tl.constexpr,
+    TMA: tl.constexpr,
     PDL: tl.constexpr,
     PREFETCH: tl.constexpr,
 ):
     """One [BLOCK_M, BLOCK_N] tile of x [M, K] @ weight [N, K].T over one of SPLIT_K ranges of K.
 
+    With TMA, x and weight are tensor descriptors with boxes of [BLOCK_M, BLOCK_K] and [BLOCK_N, BLOCK_K], else pointers.
     SPLIT_K 1 writes out [M, N]; otherwise the int32 sums go to partial [SPLIT_K, M, N]. PDL: the launch may overlap the end of
     the kernel before it, so nothing that this one wrote is read before `gdc_wait`, and nothing is written. The weight is no
     kernel's result: its first PREFETCH bytes a row may be asked for earlier.
@@ -77,12 +83,13 @@ def scaled_mm_split_k_kernel(
     k_first = i_split * steps * BLOCK_K
     k_last = tl.minimum(k_first + steps * BLOCK_K, K)
 
-    # Rows of x beyond the matrix are masked: read, they would cost L2 bandwidth (M 1 took 10 % longer than M 16 on an H200).
-    # Rows of the weight beyond it wrap around: they are read in bounds and never stored, and cost no mask in the loop.
-    p_x = x_ptr + o_m.to(tl.int64)[:, None] * x_row_stride + k_first + o_k[None, :]
-    p_rows = weight_ptr + (o_n % N).to(tl.int64) * weight_row_stride + k_first
-    p_weight = p_rows[:, None] + o_k[None, :]
-    m_x = (o_m < M)[:, None] & (o_k >= 0)[None, :]
+    if not TMA:
+        # Rows of x beyond the matrix are masked: read, they would cost L2 bandwidth (M 1 took 10 % longer than M 16 on an
+        # H200). Rows of the weight beyond it wrap around: read in bounds and never stored, they cost no mask in the loop.
+        p_x = x_ptr + o_m.to(tl.int64)[:, None] * x_row_stride + k_first + o_k[None, :]
+        p_rows = weight_ptr + (o_n % N).to(tl.int64) * weight_row_stride + k_first
+        p_weight = p_rows[:, None] + o_k[None, :]
+        m_x = (o_m < M)[:, None] & (o_k >= 0)[None, :]
     if PDL:
         # The next kernels may start at once, unless this one asks for its weight early: then theirs would, too, and take the
         # bandwidth (N 6144, K 1024, M 64 on an H200: 5.3 us with the bytes asked for, 5.5 with early starts, 5.6 with both).
@@ -99,7 +106,11 @@ def scaled_mm_split_k_kernel(
     else:
         b_acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
     for i_k in range(k_first, k_last, BLOCK_K):
-        if EVEN_K:
+        if TMA:
+            # What is beyond the matrix is zero.
+            b_x = x_ptr.load([i_m * BLOCK_M, i_k])
+            b_weight = weight_ptr.load([i_n * BLOCK_N, i_k])
+        elif EVEN_K:
             b_x = tl.load(p_x, mask=m_x, other=0)
             b_weight = tl.load(p_weight)
         else:
@@ -110,8 +121,9 @@ def scaled_mm_split_k_kernel(
             b_acc = tl.dot(b_weight, tl.trans(b_x), b_acc, out_dtype=tl.int32)
         else:
             b_acc = tl.dot(b_x, tl.trans(b_weight), b_acc, out_dtype=tl.int32)
-        p_x += BLOCK_K
-        p_weight += BLOCK_K
+        if not TMA:
+            p_x += BLOCK_K
+            p_weight += BLOCK_K
 
     if SWAP:
         b_acc = tl.trans(b_acc)
@@ -166,8 +178,9 @@ def _product_options(tile: Tile, K: int, has_bias: bool, pdl: bool, aligned: boo
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
         "SWAP": tile.swap,
+        "TMA": tile.tma and aligned,
         "PDL": pdl,
-        "PREFETCH": tile.prefetch if pdl and aligned else 0,
+        "PREFETCH": tile.prefetch if pdl and aligned and not tile.tma else 0,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
         **launch_options(pdl),
@@ -185,16 +198,27 @@ def _reduce_options(split_k: int, has_bias: bool, pdl: bool) -> dict:
     }
 
 
+def _boxes(x: torch.Tensor, weight: torch.Tensor, tile: Tile) -> tuple[TensorDescriptor, TensorDescriptor]:
+    return (
+        TensorDescriptor.from_tensor(x, [tile.block_m, tile.block_k]),
+        TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k]),
+    )
+
+
 def compile_split_k(N: int, K: int, tile: Tile, out_dtype: torch.dtype, *, pdl: bool = False) -> None:
     """Compile into Triton's cache what `scaled_mm_split_k` launches with this tile, contiguous inputs and no bias."""
     # Positional only: Triton takes a dtype for a tensor there and nowhere else.
     out, partial = out_dtype, torch.int32 if tile.split_k > 1 else out_dtype
+    x = weight = torch.int8
+    if tile.tma and K % TMA_ALIGNMENT == 0:
+        shapes = (torch.empty((rows, K), dtype=torch.int8, device="meta") for rows in (1, N))
+        x, weight = _boxes(*shapes, tile)
     scaled_mm_split_k_kernel.warmup(
         out,
         partial,
-        torch.int8,
+        x,
         torch.float32,
-        torch.int8,
+        weight,
         torch.float32,
         None,
         1,
@@ -203,7 +227,7 @@ def compile_split_k(N: int, K: int, tile: Tile, out_dtype: torch.dtype, *, pdl: 
         K,
         K,
         grid=(1,),
-        **_product_options(tile, K, False, pdl, K % 16 == 0),
+        **_product_options(tile, K, False, pdl, K % TMA_ALIGNMENT == 0),
     )
     if tile.split_k > 1:
         reduce_split_k_kernel.warmup(
@@ -244,13 +268,14 @@ def scaled_mm_split_k(
     split_k = tile.split_k
     partial = torch.empty((split_k, M, N), dtype=torch.int32, device=x.device) if split_k > 1 else out
     tiles = triton.cdiv(M, tile.block_m) * triton.cdiv(N, tile.block_n)
-    aligned = weight.data_ptr() % 16 == 0 and weight.stride(0) % 16 == 0
+    aligned = all(t.data_ptr() % TMA_ALIGNMENT == 0 and t.stride(0) % TMA_ALIGNMENT == 0 for t in (x, weight))
+    x_boxes, weight_boxes = _boxes(x, weight, tile) if tile.tma and aligned else (x, weight)
     scaled_mm_split_k_kernel[(tiles, split_k)](
         out,
         partial,
-        x,
+        x_boxes,
         x_scale,
-        weight,
+        weight_boxes,
         weight_scale,
         bias,
         M,
