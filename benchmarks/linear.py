@@ -16,10 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from gpu_timing import RESULTS, ROOT, copy_bandwidth, graph_us, provenance
+from gpu_timing import RESULTS, ROOT, copy_bandwidth, provenance
 
 import w8a8_kernels
-from w8a8_kernels.timing import call_count
+from w8a8_kernels.timing import call_count, graph_us
 
 SHAPES = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (57344, 8192), (6144, 1024), (1024, 3072))
 BATCH_SIZES = (1, 16, 64, 128, 512, 2048, 8192)

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
-from gpu_timing import MIN_CALLS, ROOT, copy_bandwidth, graph_us, provenance
+from gpu_timing import ROOT, copy_bandwidth, provenance
 
 sys.path.insert(0, str(ROOT / "kernels"))
 
@@ -31,6 +31,7 @@ from w8a8_kernels.quantize import reference as ref
 from w8a8_kernels.quantize.rms_norm import add_rms_norm_quantize_row, rms_norm_quantize_row
 from w8a8_kernels.quantize.row import quantize_row
 from w8a8_kernels.quantize.silu_mul import silu_mul_quantize_row
+from w8a8_kernels.timing import MIN_CALLS, graph_us
 
 BATCH_SIZES = (1, 16, 64, 128, 512, 2048, 8192)
 LENGTHS = (1024, 4096, 12288)
