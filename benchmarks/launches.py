@@ -75,7 +75,8 @@ def profile_decode_step(folder: Path, options: dict) -> Counter:
         skip_tokenizer_init=True,
         max_model_len=1024,
         max_num_seqs=BATCH,
-        gpu_memory_utilization=0.1,
+        gpu_memory_utilization=0.05,
+        kv_cache_memory_bytes=2**30,  # measured memory would be that of all engines on this GPU
         async_scheduling=False,  # a step returns when its kernels are done
         **options,
     )
