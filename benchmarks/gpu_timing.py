@@ -54,8 +54,8 @@ def provenance(commit: str | None = None) -> dict:
         git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
         commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or None
     return {
-        "gpu": torch.cuda.get_device_name(),
-        "capability": list(torch.cuda.get_device_capability()),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "capability": list(torch.cuda.get_device_capability()) if torch.cuda.is_available() else None,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": {"python": sys.version.split()[0]} | {p: installed(p) for p in ("torch", "triton", "vllm", "gemlite")},
         "commit": commit,

@@ -1,0 +1,351 @@
+"""Whole engines: prefill and decode speed, time to the first token and memory of model shapes in several modes.
+
+    python benchmarks/engine.py [--models qwen3-8b] [--modes bf16 ours] [--batches 1 8 32 128] [--tp 1] [--runs 3]
+
+Weights are dummies, compiled code and CUDA graphs are on, as vLLM serves by default. Every model and mode has a process of its
+own, which measures all its cells; one that crashes is started again, and the crash is counted. Cells are written as they come:
+the same command goes on where it stopped. Writes benchmarks/results/engine-<gpu>-<date>.json, and beside it a table (.md) and,
+where matplotlib is installed, a plot (.png).
+
+- prefill: `batch` prompts of 1,024 tokens, one token each; prompt tokens per second. `first_token_s` is the time of that call.
+- decode: `batch` prompts of 128 tokens; tokens per second from the 32nd to the 160th token, as the difference of two calls.
+- mixed: `batch` requests of 100 to 1,024 tokens in and 100 to 1,024 out, from a fixed seed; generated tokens per second.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gpu_timing import RESULTS, provenance
+
+PROMPT_TOKENS, DECODE_PROMPT_TOKENS = 1024, 128
+FEW_TOKENS, MANY_TOKENS = 32, 160
+MIXED_LENGTHS = (100, 1024)
+PHASES = ("prefill", "decode", "mixed")
+MAX_CRASHES = 2
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "torch_dtype": "bfloat16",
+}
+MODELS = {
+    "qwen3-8b": QWEN3
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "tie_word_embeddings": False,
+    },
+    "qwen3-0.6b": QWEN3
+    | {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 28,
+        "tie_word_embeddings": True,
+    },
+    "tiny": QWEN3
+    | {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "num_hidden_layers": 2,
+        "vocab_size": 1024,
+        "tie_word_embeddings": True,
+    },
+}
+STOCK_INT8 = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False},
+            "input_activations": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True},
+        }
+    },
+}
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How a model is served: entries of config.json, arguments of `vllm.LLM`, environment."""
+
+    config: dict = field(default_factory=dict)
+    engine: dict = field(default_factory=dict)
+    env: dict = field(default_factory=dict)
+
+
+MODES = {
+    "bf16": Mode(),
+    "stock-int8": Mode({"quantization_config": STOCK_INT8}),
+    "stock-fp8": Mode(engine={"quantization": "fp8"}),
+    "ours": Mode(engine={"quantization": "w8a8"}),
+    "ours-rtn": Mode(engine={"quantization": "w8a8"}, env={"VLLM_W8A8_HADAMARD": "0"}),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one process measures."""
+
+    model: str
+    mode: str
+    tp: int
+    batches: tuple[int, ...]
+    phases: tuple[str, ...]
+    runs: int
+    engine: dict
+
+    def cells(self) -> list[tuple[str, int]]:
+        return [(phase, batch) for phase in self.phases for batch in self.batches]
+
+
+def prompts(rng: random.Random, batch: int, lengths: tuple[int, int], vocab: int) -> list[dict]:
+    """`batch` prompts of random tokens, none a prefix of another."""
+    return [{"prompt_token_ids": [rng.randrange(1, vocab) for _ in range(rng.randint(*lengths))]} for _ in range(batch)]
+
+
+def measure(llm, phase: str, batch: int, runs: int, vocab: int) -> dict:
+    """One cell: tokens per second of every run, and their median."""
+    from vllm import SamplingParams
+
+    rng = random.Random(f"{phase} {batch}")
+
+    def timed(requests: list[dict], tokens: list[int]) -> float:
+        sampling = [SamplingParams(max_tokens=n, ignore_eos=True, temperature=0.0, detokenize=False) for n in tokens]
+        start = time.perf_counter()
+        outputs = llm.generate(requests, sampling, use_tqdm=False)
+        elapsed = time.perf_counter() - start
+        got = [len(output.outputs[0].token_ids) for output in outputs]
+        if got != tokens:
+            raise RuntimeError(f"asked for {tokens} tokens, got {got}")
+        return elapsed
+
+    rates, first = [], []
+    for run in range(runs + 1):  # the first run warms up
+        # Fresh prompts each time: those of an earlier run would be in the prefix cache.
+        if phase == "prefill":
+            seconds = timed(prompts(rng, batch, (PROMPT_TOKENS, PROMPT_TOKENS), vocab), [1] * batch)
+            rate = batch * PROMPT_TOKENS / seconds
+        elif phase == "decode":
+            lengths = (DECODE_PROMPT_TOKENS, DECODE_PROMPT_TOKENS)
+            few = timed(prompts(rng, batch, lengths, vocab), [FEW_TOKENS] * batch)
+            seconds = timed(prompts(rng, batch, lengths, vocab), [MANY_TOKENS] * batch) - few
+            rate = batch * (MANY_TOKENS - FEW_TOKENS) / seconds
+        else:
+            wanted = [rng.randint(*MIXED_LENGTHS) for _ in range(batch)]
+            seconds = timed(prompts(rng, batch, MIXED_LENGTHS, vocab), wanted)
+            rate = sum(wanted) / seconds
+        if run > 0:
+            rates.append(round(rate, 2))
+            first.append(seconds)
+    cell = {"tokens_per_s": statistics.median(rates), "runs": rates}
+    if phase == "prefill":
+        cell["first_token_s"] = round(statistics.median(first), 5)
+    return cell
+
+
+def peak_bytes(worker) -> int:
+    """Greatest memory that PyTorch has held on this worker's GPU since the process began; 0 without one."""
+    import torch
+
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+
+
+def child(folder: Path) -> None:
+    """Measure a job's cells and append each to cells.jsonl."""
+    from vllm import LLM
+
+    job = json.loads((folder / "job.json").read_text())
+    start = time.perf_counter()
+    llm = LLM(
+        str(folder),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        tensor_parallel_size=job["tp"],
+        max_model_len=2 * MIXED_LENGTHS[1] + 8,
+        **job["engine"],
+    )
+    start_s = round(time.perf_counter() - start, 1)
+    for phase, batch in job["cells"]:
+        cell = {"phase": phase, "batch": batch, **measure(llm, phase, batch, job["runs"], job["vocab"])}
+        cell |= {"start_s": start_s, "peak_bytes": max(llm.collective_rpc(peak_bytes))}
+        with (folder / "cells.jsonl").open("a") as file:
+            file.write(json.dumps(cell) + "\n")
+    # vLLM's CPU build can abort while it is taken down; all is measured by now.
+    os._exit(0)
+
+
+def start(job: Job, cells: list[tuple[str, int]], log: Path) -> tuple[list[dict], bool]:
+    """Measure cells in a process of its own.
+
+    Returns:
+        the cells that it measured, and whether it ended well.
+    """
+    mode = MODES[job.mode]
+    config = MODELS[job.model] | mode.config
+    with tempfile.TemporaryDirectory() as tmp:
+        folder = Path(tmp)
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "job.json").write_text(
+            json.dumps(
+                {
+                    "tp": job.tp,
+                    "cells": cells,
+                    "runs": job.runs,
+                    "vocab": config["vocab_size"],
+                    "engine": mode.engine | job.engine,
+                }
+            )
+        )
+        # The functions that the workers are sent are pickled.
+        env = os.environ | {"VLLM_W8A8_ENABLE": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} | mode.env
+        if job.tp == 1:
+            env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        with log.open("a") as output:
+            done = subprocess.run(
+                [sys.executable, __file__, "--child", tmp], env=env, stdout=output, stderr=subprocess.STDOUT, check=False
+            )
+        path = folder / "cells.jsonl"
+        measured = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return measured, done.returncode == 0
+
+
+def key(cell: dict) -> tuple:
+    return cell["model"], cell["mode"], cell["tp"], cell["phase"], cell["batch"]
+
+
+def run(job: Job, result: dict, out: Path, logs: Path) -> None:
+    """Measure what `result` lacks of a job, and write it after every process."""
+    crashes = 0
+    while crashes <= MAX_CRASHES:
+        have = {key(cell) for cell in result["cells"]}
+        left = [c for c in job.cells() if (job.model, job.mode, job.tp, *c) not in have]
+        if not left:
+            return
+        log = logs / f"{job.model}-{job.mode}-tp{job.tp}.log"
+        measured, well = start(job, left, log)
+        for cell in measured:
+            where = {"model": job.model, "mode": job.mode, "tp": job.tp, "crashes": crashes}
+            result["cells"].append(where | cell)
+            print(f"{job.model} {job.mode} tp {job.tp} {cell['phase']} {cell['batch']}: {cell['tokens_per_s']:,.0f} tokens/s")
+        write(result, out)
+        if not well:
+            crashes += 1
+            print(f"{job.model} {job.mode} tp {job.tp}: the engine ended with an error, see {log}")
+    result.setdefault("failed", []).append({"model": job.model, "mode": job.mode, "tp": job.tp, "crashes": crashes})
+    write(result, out)
+
+
+def write(result: dict, out: Path) -> None:
+    """The JSON file, at once, and the table beside it."""
+    temporary = out.with_suffix(".tmp")
+    temporary.write_text(json.dumps(result, indent=1) + "\n")
+    temporary.replace(out)
+    out.with_suffix(".md").write_text(table(result))
+
+
+def table(result: dict) -> str:
+    """Tokens per second as Markdown: a row for each model, phase and batch, a column for each mode."""
+    modes = list(dict.fromkeys(cell["mode"] for cell in result["cells"]))
+    rows: dict[tuple, dict[str, float]] = {}
+    for cell in result["cells"]:
+        rows.setdefault((cell["model"], cell["tp"], cell["phase"], cell["batch"]), {})[cell["mode"]] = cell["tokens_per_s"]
+    lines = [
+        f"{result['gpu']}, {result['date'][:10]}, vLLM {result['versions'].get('vllm')}, commit {result['commit']}; tokens/s",
+        "",
+        "| model | TP | phase | batch | " + " | ".join(modes) + " |",
+        "|" + "---|" * (4 + len(modes)),
+    ]
+    for (model, tp, phase, batch), rates in sorted(
+        rows.items(), key=lambda row: (row[0][:2], PHASES.index(row[0][2]), row[0][3])
+    ):
+        values = " | ".join(f"{rates[mode]:,.0f}" if mode in rates else "" for mode in modes)
+        lines.append(f"| {model} | {tp} | {phase} | {batch} | {values} |")
+    return "\n".join(lines) + "\n"
+
+
+def plot(result: dict, path: Path) -> None:
+    """Speed of every mode over the first one's, one panel for each model and phase."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("matplotlib is not installed: no plot")
+        return
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panels = list(dict.fromkeys((c["model"], c["tp"], c["phase"]) for c in result["cells"]))
+    figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 3.5), squeeze=False)
+    for axis, panel in zip(axes[0], panels, strict=True):
+        cells = [c for c in result["cells"] if (c["model"], c["tp"], c["phase"]) == panel]
+        base = {c["batch"]: c["tokens_per_s"] for c in cells if c["mode"] == cells[0]["mode"]}
+        for mode in dict.fromkeys(c["mode"] for c in cells):
+            points = sorted(
+                (c["batch"], c["tokens_per_s"] / base[c["batch"]]) for c in cells if c["mode"] == mode if c["batch"] in base
+            )
+            axis.plot(*zip(*points, strict=True), marker="o", label=mode)
+        axis.set(title="{} TP {} {}".format(*panel), xlabel="batch", ylabel=f"speed / {cells[0]['mode']}", xscale="log")
+    axes[0][0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["qwen3-8b", "qwen3-0.6b"])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32, 128])
+    parser.add_argument("--phases", nargs="+", choices=PHASES, default=["prefill", "decode"])
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--engine", type=json.loads, default={}, help="more arguments of vllm.LLM, as JSON")
+    parser.add_argument("--out", type=Path, help="instead of benchmarks/results/engine-<gpu>-<date>.json")
+    parser.add_argument("--commit", help="where the source tree has no git history")
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        child(args.child)
+        return
+    head = provenance(args.commit)
+    out = args.out or RESULTS / f"engine-{head['gpu'].lower().replace(' ', '-')}-{head['date'][:10]}.json"
+    result = head | {"cells": []}
+    if out.exists():
+        before = json.loads(out.read_text())
+        if (before["commit"], before["versions"], before["gpu"]) != (head["commit"], head["versions"], head["gpu"]):
+            parser.error(f"{out} is of commit {before['commit']} on {before['gpu']}: name another file with --out")
+        result = before
+    logs = out.with_suffix(".logs")
+    logs.mkdir(exist_ok=True)
+    for model in args.models:
+        for mode in args.modes:
+            job = Job(model, mode, args.tp, tuple(args.batches), tuple(args.phases), args.runs, args.engine)
+            run(job, result, out, logs)
+    plot(result, out.with_suffix(".png"))
+    print(json.dumps({"result": str(out)}))
+
+
+if __name__ == "__main__":
+    main()
