@@ -40,7 +40,8 @@ class Tile:
     `swap` multiplies weight x activations.T: the weight's rows take the instruction's wide side, so that few rows of x waste
     less of it. `prefetch`, capability 9.0 and newer: so many bytes of each weight row are asked of L2 while the kernel before
     still runs, and the next kernel starts only after that; with 0 it starts at once. `tma`, the same: blocks are loaded by the
-    tensor memory accelerator instead of by threads; without prefetch.
+    tensor memory accelerator instead of by threads; without prefetch. `preload` so many of the weight's first blocks into
+    registers, before the wait for the kernel before; where block_k * split_k divides K, and then no more than K has.
     """
 
     block_m: int
@@ -52,6 +53,7 @@ class Tile:
     swap: bool = False
     prefetch: int = 0
     tma: bool = False
+    preload: int = 0
 
     @property
     def stage_bytes(self) -> int:
@@ -67,7 +69,7 @@ class Entry:
     kernel: str | None
 
 
-OPTIONAL_FIELDS = ("split_k", "swap", "prefetch", "tma")
+OPTIONAL_FIELDS = ("split_k", "swap", "prefetch", "tma", "preload")
 
 Table = dict[tuple[int, int], dict[int, Entry]]
 
@@ -238,6 +240,8 @@ def _entry(path: Path, where: str, values: Any, capability: tuple[int, int]) -> 
     for name, value in tile_values.items():
         if name in ("swap", "tma"):
             fits, expected = isinstance(value, bool), "true or false"
+        elif name == "preload":
+            fits, expected = type(value) is int and 0 <= value <= 8, "a whole number from 0 to 8"
         elif name == "prefetch":
             fits, expected = type(value) is int and value >= 0 and value % 16 == 0, "a multiple of 16, or 0"
         elif name in ("num_stages", "split_k"):

@@ -132,6 +132,13 @@ def candidates(M: int, N: int, K: int, capability: tuple[int, int], num_sms: int
         ]
         splits, swaps, prefetches = (1, 2), (False,), (0,)
     grid = [(*block, *rest) for block in blocks for rest in product(splits, swaps, prefetches)]
+    if capability >= MIN_DEPENDENT_LAUNCH_CAPABILITY and K % 16 == 0 and M <= 64 and N * K <= MAX_PREFETCH_SIZE:
+        blocks = [(max(M, 16), 64, 128, 4, 4), (max(M, 16), 64, 256, 4, 3), (max(M, 16), 64, 256, 4, 5)]
+        grid += [
+            (*block, split, M <= 32, 0, False, preload)
+            for block, split, preload in product(blocks, splits, (1, 2, 4))
+            if K // (block[2] * split) >= preload
+        ]
     if capability >= MIN_TMA_CAPABILITY and K % 16 == 0 and M >= 32:
         rows = min(M, 64)
         blocks = [(rows, 64, 128, 4, 6), (rows, 64, 256, 4, 4), (rows, 128, 128, 4, 4), (rows, 128, 128, 4, 6)]

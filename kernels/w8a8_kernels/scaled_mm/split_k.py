@@ -61,13 +61,14 @@ def scaled_mm_split_k_kernel(
     TMA: tl.constexpr,
     PDL: tl.constexpr,
     PREFETCH: tl.constexpr,
+    PRELOAD: tl.constexpr,
 ):
     """One [BLOCK_M, BLOCK_N] tile of x [M, K] @ weight [N, K].T over one of SPLIT_K ranges of K.
 
     With TMA, x and weight are tensor descriptors with boxes of [BLOCK_M, BLOCK_K] and [BLOCK_N, BLOCK_K], else pointers.
     SPLIT_K 1 writes out [M, N]; otherwise the int32 sums go to partial [SPLIT_K, M, N]. PDL: the launch may overlap the end of
     the kernel before it, so nothing that this one wrote is read before `gdc_wait`, and nothing is written. The weight is no
-    kernel's result: its first PREFETCH bytes a row may be asked for earlier.
+    kernel's result: its first PREFETCH bytes a row may be asked for earlier, its first PRELOAD blocks be in registers by then.
     """
     i_tile = tl.program_id(0)
     i_split = tl.program_id(1)
@@ -90,14 +91,17 @@ def scaled_mm_split_k_kernel(
         p_rows = weight_ptr + (o_n % N).to(tl.int64) * weight_row_stride + k_first
         p_weight = p_rows[:, None] + o_k[None, :]
         m_x = (o_m < M)[:, None] & (o_k >= 0)[None, :]
+    preloaded = ()
+    for i in tl.static_range(PRELOAD):
+        preloaded += (tl.load(p_weight + i * BLOCK_K),)
     if PDL:
         # The next kernels may start at once, unless this one asks for its weight early: then theirs would, too, and take the
         # bandwidth (N 6144, K 1024, M 64 on an H200: 5.3 us with the bytes asked for, 5.5 with early starts, 5.6 with both).
-        if PREFETCH == 0:
+        if PREFETCH == 0 and PRELOAD == 0:
             tl.extra.cuda.gdc_launch_dependents()
             tl.extra.cuda.gdc_wait()
         else:
-            if k_first + PREFETCH <= K:
+            if PREFETCH > 0 and k_first + PREFETCH <= K:
                 _prefetch_rows(p_rows, PREFETCH)
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
@@ -105,7 +109,18 @@ def scaled_mm_split_k_kernel(
         b_acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.int32)
     else:
         b_acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
-    for i_k in range(k_first, k_last, BLOCK_K):
+    if PRELOAD > 0:
+        x_blocks = ()
+        for i in tl.static_range(PRELOAD):
+            x_blocks += (tl.load(p_x + i * BLOCK_K, mask=m_x, other=0),)
+        for i in tl.static_range(PRELOAD):
+            if SWAP:
+                b_acc = tl.dot(preloaded[i], tl.trans(x_blocks[i]), b_acc, out_dtype=tl.int32)
+            else:
+                b_acc = tl.dot(x_blocks[i], tl.trans(preloaded[i]), b_acc, out_dtype=tl.int32)
+        p_x += PRELOAD * BLOCK_K
+        p_weight += PRELOAD * BLOCK_K
+    for i_k in range(k_first + PRELOAD * BLOCK_K, k_last, BLOCK_K):
         if TMA:
             # What is beyond the matrix is zero.
             b_x = x_ptr.load([i_m * BLOCK_M, i_k])
@@ -181,6 +196,10 @@ def _product_options(tile: Tile, K: int, has_bias: bool, pdl: bool, aligned: boo
         "TMA": tile.tma and aligned,
         "PDL": pdl,
         "PREFETCH": tile.prefetch if pdl and aligned and not tile.tma else 0,
+        # Every part of K must have as many whole blocks.
+        "PRELOAD": 0
+        if tile.tma or K % (tile.block_k * tile.split_k)
+        else min(tile.preload, K // (tile.block_k * tile.split_k)),
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
         **launch_options(pdl),
