@@ -5,7 +5,7 @@ import torch
 from inputs import activations
 
 import w8a8_kernels
-from w8a8_kernels.hadamard import BLOCKS, block_size, hadamard_transform
+from w8a8_kernels.hadamard import BLOCKS, block_size, chosen_block, hadamard_transform, parse_choice, ranks_that_fit
 from w8a8_kernels.quantize import (
     add_rms_norm_quantize_reference,
     quantize_reference,
@@ -159,6 +159,22 @@ def test_a_row_does_not_depend_on_its_batch_on_gpu(K: int, dtype: torch.dtype, d
         assert torch.equal(some_scale, scale[:M])
 
 
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    """In one program: a NaN row, a zero row and a tiny row beside ordinary ones, which are coded by the same rule as alone."""
+    row = pytest.importorskip("w8a8_kernels.quantize.row")
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter is off where there is a GPU")
+    x = torch.randn(8, 256, generator=torch.Generator().manual_seed(5)).to(torch.float16)
+    alone = [row.quantize_row(x[i : i + 1], 64) for i in range(8)]
+    x[1, 3] = float("nan")
+    x[4] = 0
+    x[6] = 6e-8
+    codes, scale = row.quantize_row(x, 64, config=row.QuantizeConfig(rows=8, block_k=256, num_warps=4))
+    for i in (0, 2, 3, 5, 7):
+        assert torch.equal(codes[i], alone[i][0][0])
+        assert torch.equal(scale[i], alone[i][1][0])
+
+
 def test_refuses_a_block_that_does_not_fit() -> None:
     with pytest.raises(ValueError, match=r"a block of 64 for rows of 96, expected 0, or one of .* that divides 96"):
         w8a8_kernels.quantize(torch.zeros(2, 96), 64)
@@ -179,3 +195,29 @@ def test_spreads_an_outlier() -> None:
 
     assert snr(0) < 20
     assert snr(64) > snr(0) + 12
+
+
+@pytest.mark.parametrize(
+    ("choice", "K", "block"),
+    [("auto", 11008, 32), (64, 11008, 64), (128, 11008, 128), (16, 4096, 16), (0, 4096, 0), (128, 1000, 0)],
+)
+def test_choice_of_a_row_parallel_layer(choice: str | int, K: int, block: int) -> None:
+    assert chosen_block(choice, K, row_parallel=True) == block
+
+
+@pytest.mark.parametrize(("text", "choice"), [("auto", "auto"), (" AUTO ", "auto"), ("0", 0), (0, 0), ("128", 128), (16, 16)])
+def test_choices(text: str | int, choice: str | int) -> None:
+    assert parse_choice(text) == choice
+
+
+@pytest.mark.parametrize("text", ["", "yes", "8", "256", "48", "64.0", "-16"])
+def test_other_words_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"X=.*: expected auto, 0, 16, 32, 64 or 128"):
+        parse_choice(text, "X")
+
+
+def test_ranks_that_fit() -> None:
+    assert ranks_that_fit(11008, 32) == [1, 2, 4, 8, 43]
+    assert ranks_that_fit(320, 64) == [1, 5]
+    for K in (4096, 11008, 14336, 18944, 8960):
+        assert {1, 2, 4, 8} <= set(ranks_that_fit(K, block_size(K, row_parallel=True)))

@@ -92,17 +92,18 @@ def butterflies(b_x, ELEMENTS: tl.constexpr, H: tl.constexpr):
 def transform(b_x, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, HADAMARD: tl.constexpr, b_signs):
     """Block Hadamard transform of b_x [ROWS, BLOCK_K] in fp32; b_x itself where HADAMARD is 0. BLOCK_K is a multiple of it.
 
-    With `b_signs` (`hadamard_signs`) a matrix product on tensor cores: ones and minus ones are exact, so products are, and
-    their sums are in fp32. A product in fp32 would need more shared memory than capability 7.5 has.
+    Not normalized: `row_scale` does that to what is stored, once a row instead of once an element. With `b_signs`
+    (`hadamard_signs`) a matrix product on tensor cores: ones and minus ones are exact, so products are, and their sums are in
+    fp32. A product in fp32 would need more shared memory than capability 7.5 has.
     """
     if HADAMARD == 0:
         b_y = b_x
     elif b_signs is not None:
         b_y = tl.dot(tl.reshape(b_x, (ROWS * BLOCK_K // HADAMARD, HADAMARD)), b_signs, out_dtype=tl.float32)
-        b_y = tl.reshape(b_y, (ROWS, BLOCK_K)) * HADAMARD**-0.5
+        b_y = tl.reshape(b_y, (ROWS, BLOCK_K))
     else:
         b_y = butterflies(tl.reshape(b_x.to(tl.float32), (ROWS * BLOCK_K,)), ROWS * BLOCK_K, HADAMARD)
-        b_y = tl.reshape(b_y, (ROWS, BLOCK_K)) * HADAMARD**-0.5
+        b_y = tl.reshape(b_y, (ROWS, BLOCK_K))
     return b_y
 
 
@@ -114,15 +115,25 @@ def amax_bits(b_x):
 
 
 @triton.jit
-def row_scale(b_amax_bits):
-    """Scale fp32 [ROWS], and whether the row is free of NaN and inf."""
-    b_scale = tl.div_rn(b_amax_bits.to(tl.float32, bitcast=True), 127.0)
-    return tl.where(b_scale == 0.0, 1.0, b_scale), b_amax_bits < INF_BITS
+def row_scale(b_amax_bits, HADAMARD: tl.constexpr):
+    """Scale fp32 [ROWS] of the values as they are held, the scale to store, and whether the codes are not all 0 by rule.
+
+    The two scales differ by the factor that normalizes the Hadamard matrix. All codes of a row are 0 if it holds NaN or inf,
+    or nothing but zeros or what is so small that its scale underflows.
+    """
+    b_held = tl.div_rn(b_amax_bits.to(tl.float32, bitcast=True), 127.0)
+    b_stored = b_held
+    if HADAMARD > 0:
+        b_stored = b_held * HADAMARD**-0.5
+    b_finite = b_amax_bits < INF_BITS
+    b_coded = b_finite & (b_stored != 0.0)
+    b_stored = tl.where(b_finite, tl.where(b_stored == 0.0, 1.0, b_stored), float("nan"))
+    return tl.where(b_held == 0.0, 1.0, b_held), b_stored, b_coded
 
 
 @triton.jit
-def row_reciprocal(b_amax_bits, b_scale, b_finite, DIVIDE: tl.constexpr):
-    """Factor [ROWS] with which `encode` may multiply instead of dividing by `b_scale`, and whether it may for all rows.
+def row_reciprocal(b_amax_bits, b_scale, b_coded, DIVIDE: tl.constexpr):
+    """Factor [ROWS] with which `encode` may multiply instead of dividing by `b_scale`, and the rows for which it may.
 
     An IEEE division is a dozen instructions and a branch; one multiplication per element gives the same codes, because x and
     amax are bf16 or fp16, that is, have p <= 11 significant bits. Write |x| = X 2^a and amax = A 2^(a+d) with integers X and A
@@ -140,40 +151,44 @@ def row_reciprocal(b_amax_bits, b_scale, b_finite, DIVIDE: tl.constexpr):
     - 127 divides A: scale is exact and has at most 4 significant bits. If it is a power of two, so is the factor, and the
       product is exact, ties included. Else (never for bf16, 7 in 1024 rows for fp16) the row is divided.
 
-    NaN, inf and tiny rows are divided, too. `test_every_quotient` goes through all X, A and d.
+    NaN, inf and tiny rows are divided, too. `test_every_quotient` goes through all X, A and d. Transformed rows have more
+    significant bits: there, a quotient within 2^-19 of the middle of two codes may become the other one, always the same.
     """
     if DIVIDE:
-        return b_scale, False
+        return b_scale, b_scale < 0.0
     b_half = tl.div_rn(b_amax_bits.to(tl.float32, bitcast=True) * 0.5, b_scale)
     b_scale_bits = b_scale.to(tl.int32, bitcast=True)
     power_of_two = (b_scale_bits & SIGNIFICAND_BITS) == 0
     b_factor = tl.div_rn(1.0, b_scale)
     b_factor = tl.where(power_of_two, b_factor, b_factor * tl.where(b_half < 63.5, NUDGE_DOWN, NUDGE_UP))
     long_or_exact = power_of_two | ((b_scale_bits & LONG_SIGNIFICAND_BITS) != 0)
-    multiply = b_finite & (b_scale >= MIN_RECIPROCAL_SCALE) & long_or_exact
-    return b_factor, tl.min(multiply.to(tl.int32), axis=0) != 0
+    return b_factor, b_coded & (b_scale >= MIN_RECIPROCAL_SCALE) & long_or_exact
 
 
 @triton.jit
-def encode(b_x, b_scale, b_finite, b_factor, multiply):
+def encode(b_x, b_scale, b_coded, b_factor, b_multiply, HADAMARD: tl.constexpr):
     """Codes int8 of b_x [ROWS, BLOCK_K]; the other arguments come from `row_scale` and `row_reciprocal`."""
     b_x = b_x.to(tl.float32)
-    if multiply:
+    if tl.min(b_multiply.to(tl.int32), axis=0) != 0:
         # No clamp: |x| <= amax, so that the product is at most 127 (1 + 2^-19).
-        b_sum = b_x * b_factor[:, None] + ROUND_MAGIC
+        b_sum = tl.fma(b_x, tl.broadcast_to(b_factor[:, None], b_x.shape), tl.full(b_x.shape, ROUND_MAGIC, tl.float32))
         b_codes = b_sum.to(tl.int32, bitcast=True).to(tl.int8)
     else:
         b_q = tl.div_rn(b_x, b_scale[:, None])
         b_q = tl.minimum(tl.maximum(b_q, -127.0), 127.0)
-        b_q = tl.where(b_finite[:, None], b_q, 0.0) + ROUND_MAGIC
+        b_q = tl.where(b_coded[:, None], b_q, 0.0) + ROUND_MAGIC
+        if HADAMARD > 0:
+            # A row is multiplied, and rounded, the same way whatever its neighbours hold.
+            b_sum = tl.fma(b_x, tl.broadcast_to(b_factor[:, None], b_x.shape), tl.full(b_x.shape, ROUND_MAGIC, tl.float32))
+            b_q = tl.where(b_multiply[:, None], b_sum, b_q)
         b_codes = b_q.to(tl.int32, bitcast=True).to(tl.int8)
     return b_codes
 
 
 @triton.jit
-def store_scale(scale_ptr, b_scale, b_finite, M, ROWS: tl.constexpr):
+def store_scale(scale_ptr, b_stored_scale, M, ROWS: tl.constexpr):
     o_m = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    tl.store(scale_ptr + o_m, tl.where(b_finite, b_scale, float("nan")), mask=o_m < M)
+    tl.store(scale_ptr + o_m, b_stored_scale, mask=o_m < M)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -218,19 +233,21 @@ def quantize_row_kernel(
             b_x = tl.load(x_ptr + o_m * x_row_stride + o_k, mask=mask, other=0.0)
             b_amax = tl.maximum(b_amax, amax_bits(transform(b_x, ROWS, BLOCK_K, HADAMARD, b_signs)))
 
-    b_scale, b_finite = row_scale(b_amax)
-    b_factor, multiply = row_reciprocal(b_amax, b_scale, b_finite, DIVIDE)
+    b_scale, b_stored_scale, b_coded = row_scale(b_amax, HADAMARD)
+    b_factor, b_multiply = row_reciprocal(b_amax, b_scale, b_coded, DIVIDE)
     if CHUNKS > 0:
         for i in tl.static_range(CHUNKS):
             o_m, o_k, mask = tile_offsets(M, K, i * BLOCK_K, ROWS, BLOCK_K)
-            tl.store(codes_ptr + o_m * K + o_k, encode(transformed[i], b_scale, b_finite, b_factor, multiply), mask=mask)
+            tl.store(
+                codes_ptr + o_m * K + o_k, encode(transformed[i], b_scale, b_coded, b_factor, b_multiply, HADAMARD), mask=mask
+            )
     else:
         for i_k in range(0, K, BLOCK_K):
             o_m, o_k, mask = tile_offsets(M, K, i_k, ROWS, BLOCK_K)
             b_x = tl.load(x_ptr + o_m * x_row_stride + o_k, mask=mask, other=0.0)
             b_y = transform(b_x, ROWS, BLOCK_K, HADAMARD, b_signs)
-            tl.store(codes_ptr + o_m * K + o_k, encode(b_y, b_scale, b_finite, b_factor, multiply), mask=mask)
-    store_scale(scale_ptr, b_scale, b_finite, M, ROWS)
+            tl.store(codes_ptr + o_m * K + o_k, encode(b_y, b_scale, b_coded, b_factor, b_multiply, HADAMARD), mask=mask)
+    store_scale(scale_ptr, b_stored_scale, M, ROWS)
 
 
 def launch_options(pdl: bool) -> dict:
