@@ -31,7 +31,7 @@ setup(
         "w8a8_kernels": "kernels/w8a8_kernels",
         "w8a8_converters": "converters/w8a8_converters",
     },
-    package_data={"w8a8_kernels": ["configs/*.json"], "vllm_w8a8_plugin": ["texts/*"]},
+    package_data={"w8a8_kernels": ["configs/*.json"], "vllm_w8a8_plugin": ["texts/*"], "w8a8_converters": ["folding/*.txt"]},
     include_package_data=False,
     # vLLM itself is no requirement: its CPU build is a distribution of another name. `register()` says what is missing.
     install_requires=[

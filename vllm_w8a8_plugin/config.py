@@ -10,6 +10,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm_w8a8_plugin import compat, envs, log
 from w8a8_converters.layers import is_quantized_by_default
 from w8a8_converters.rules import SkipRules
+from w8a8_kernels.hadamard import AUTO, BLOCKS, parse_choice
 
 COMPRESSED_TENSORS = "compressed-tensors"
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -22,9 +23,19 @@ class W8A8Config(QuantizationConfig):
         online: the checkpoint is not quantized; linear layers are while they load.
         skip: patterns of modules that stay as they are in the checkpoint (`SkipRules`). Online, default: those of
             VLLM_W8A8_SKIP_MODULES; and whatever the converter leaves alone (routers, vision towers, ...) stays, too.
+        hadamard: the block Hadamard transform: `"auto"` (the rule `w8a8_kernels.hadamard.block_size`), 0 (none), or the block
+            of every layer, or where that does not divide its K, the largest smaller one that does. Online, default:
+            VLLM_W8A8_HADAMARD.
+        hadamard_blocks: the same for the layers that are named here, by last component or full name.
     """
 
-    def __init__(self, online: bool = True, skip: list[str] | None = None) -> None:
+    def __init__(
+        self,
+        online: bool = True,
+        skip: list[str] | None = None,
+        hadamard: str | int | None = None,
+        hadamard_blocks: dict[str, int] | None = None,
+    ) -> None:
         super().__init__()
         envs.check()
         compat.check_forced_kernel()
@@ -32,10 +43,15 @@ class W8A8Config(QuantizationConfig):
         if skip is None:
             skip = envs.skip_modules() if online else []
         self.rules = SkipRules(skip)
+        if hadamard is None:
+            hadamard = envs.hadamard() if online else 0
+        self.hadamard = parse_choice(hadamard)
+        self.hadamard_blocks = dict(hadamard_blocks or {})
         self._seen: set[str] = set()
 
     def __repr__(self) -> str:
-        return f"W8A8Config(online={self.online}, skip={list(self.rules.patterns)})"
+        blocks = f", hadamard_blocks={self.hadamard_blocks}" if self.hadamard_blocks else ""
+        return f"W8A8Config(online={self.online}, skip={list(self.rules.patterns)}, hadamard={self.hadamard!r}{blocks})"
 
     def get_name(self) -> str:
         return "w8a8"
@@ -60,14 +76,17 @@ class W8A8Config(QuantizationConfig):
             config: `quantization_config` of config.json, in our own form or compressed-tensors'.
 
         Raises:
-            ValueError: it describes something that these kernels would compute wrongly.
+            ValueError: it describes something that these kernels would compute wrongly, or VLLM_W8A8_HADAMARD names another
+                block than it has.
         """
         refusal = checkpoint_refusal(config)
         if refusal is not None:
             raise ValueError(f"this checkpoint cannot be served with quantization=w8a8: {refusal}")
         if envs.skip_modules():
             log.once(f"{envs.SKIP_MODULES} is ignored: the checkpoint already says which layers are int8", logging.WARNING)
-        return cls(online=False, skip=list(config.get("ignore") or []))
+        hadamard = {key: config[key] for key in ("hadamard", "hadamard_blocks") if config.get(key)}
+        _check_variable_against(hadamard)
+        return cls(online=False, skip=list(config.get("ignore") or []), **hadamard)
 
     @classmethod
     def override_quantization_method(
@@ -86,8 +105,9 @@ class W8A8Config(QuantizationConfig):
         return None
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
-        """Rename the skipped modules as the model class renames its weights."""
+        """Rename the modules in `skip` and `hadamard_blocks` as the model class renames its weights."""
         self.rules = SkipRules(hf_to_vllm_mapper.apply_list(list(self.rules.patterns)))
+        self.hadamard_blocks = hf_to_vllm_mapper.apply_dict(self.hadamard_blocks)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Method of one layer.
@@ -108,15 +128,32 @@ class W8A8Config(QuantizationConfig):
             if kept or self.rules.skips_fused(prefix, self.packed_modules_mapping):
                 return UnquantizedLinearMethod()
             _fuse_when_compiled()
-            return W8A8OnlineLinearMethod(self.warn_unmatched) if self.online else W8A8LinearMethod()
+            hadamard = self._hadamard_of(prefix)
+            return W8A8OnlineLinearMethod(hadamard, self.warn_unmatched) if self.online else W8A8LinearMethod(hadamard)
         if isinstance(layer, RoutedExperts):
             if not self.online and not self.rules.skips(prefix):
                 raise ValueError(f"{prefix}: int8 experts of a checkpoint are not supported yet; convert with --skip experts")
             log.once("experts of mixture-of-experts layers stay unquantized: not supported yet")
             return UnquantizedFusedMoEMethod(layer.moe_config)
         if isinstance(layer, ParallelLMHead) and not self.online and not self.rules.skips(prefix):
-            return W8A8LinearMethod()
+            return W8A8LinearMethod(self._hadamard_of(prefix))
         return None
+
+    def _hadamard_of(self, prefix: str) -> str | int:
+        """The choice for one layer; for a fused one, what its parts have."""
+        parent, _, last = prefix.rpartition(".")
+
+        def of(part: str) -> str | int:
+            name = f"{parent}.{part}" if parent else part
+            return self.hadamard_blocks.get(name, self.hadamard_blocks.get(part, self.hadamard))
+
+        choices = {of(part) for part in self.packed_modules_mapping.get(last, [last])}
+        if len(choices) > 1:
+            raise ValueError(
+                f"{prefix}: vLLM fuses layers whose Hadamard blocks differ in the checkpoint, {sorted(choices, key=str)}: "
+                "convert it again"
+            )
+        return choices.pop()
 
     def warn_unmatched(self) -> None:
         """Warn of skip patterns that match no linear layer. For when all layers are built; only the first call looks."""
@@ -127,6 +164,18 @@ class W8A8Config(QuantizationConfig):
             near = difflib.get_close_matches(pattern, {name.rpartition(".")[2] for name in seen})
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
             log.once(f"{envs.SKIP_MODULES}: {pattern!r} matches no linear layer of this model{hint}", logging.WARNING)
+
+
+def _check_variable_against(checkpoint: dict[str, Any]) -> None:
+    """Raise ValueError if VLLM_W8A8_HADAMARD names another block than a checkpoint's entries; auto leaves it to them."""
+    asked, held = envs.hadamard(), checkpoint.get("hadamard", 0)
+    others = checkpoint.get("hadamard_blocks", {})
+    if asked != AUTO and (asked != held or others):
+        raise ValueError(
+            f"{envs.HADAMARD}={asked}, but the checkpoint's weights were quantized with hadamard {held}"
+            + (f" ({', '.join(f'{name}: {block}' for name, block in others.items())})" if others else "")
+            + ": only the checkpoint can decide this. Unset the variable, or convert the model again"
+        )
 
 
 def _fuse_when_compiled() -> None:
@@ -149,10 +198,17 @@ def checkpoint_refusal(config: dict[str, Any]) -> str | None:
     """Why a checkpoint with this `quantization_config` cannot run on these kernels, or None if it can."""
     if config.get("quant_method") == COMPRESSED_TENSORS:
         return _compressed_tensors_refusal(config)
-    expected = {"weight_dtype": "int8", "scale_dtype": "fp32", "hadamard": 0}
-    for key, value in expected.items():
-        if config.get(key) != value:
-            return f"quantization_config has {key} = {config.get(key)!r}, expected {value!r}"
+    expected = {"weight_dtype": ("int8",), "scale_dtype": ("fp32",), "hadamard": (0, *sorted(BLOCKS))}
+    for key, values in expected.items():
+        # The type counts: False and 64.0 equal 0 and 64.
+        if not any(config.get(key) == value and type(config.get(key)) is type(value) for value in values):
+            return f"quantization_config has {key} = {config.get(key)!r}, expected {' or '.join(map(repr, values))}"
+    blocks = config.get("hadamard_blocks", {})
+    if not isinstance(blocks, dict) or any(type(block) is not int or block not in (0, *BLOCKS) for block in blocks.values()):
+        return f"quantization_config has hadamard_blocks = {blocks!r}, expected names of layers with blocks of {BLOCKS} or 0"
+    unknown = [key for key in config if key.startswith("hadamard") and key not in ("hadamard", "hadamard_blocks")]
+    if unknown:
+        return f"quantization_config has {unknown[0]}, which this version does not know: install a newer vllm-w8a8-plugin"
     return None
 
 

@@ -4,12 +4,14 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from w8a8_kernels.hadamard import AUTO, parse_choice
 from w8a8_kernels.select import KERNEL_VARIABLE
 from w8a8_kernels.tiles import CONFIG_DIR_VARIABLE
 
 ENABLE = "VLLM_W8A8_ENABLE"
 SKIP_MODULES = "VLLM_W8A8_SKIP_MODULES"
 FUSION = "VLLM_W8A8_FUSION"
+HADAMARD = "VLLM_W8A8_HADAMARD"
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,12 @@ VARIABLES = (
         "`re:` patterns, as for `vllm-w8a8 convert --skip`.",
     ),
     Variable(FUSION, "1", "0: do not fold RMSNorm and SiLU·mul into the quantizer in compiled graphs."),
+    Variable(
+        HADAMARD,
+        AUTO,
+        "Block Hadamard transform of layers that are quantized while loading: auto (a rule chooses the blocks), 0 (none), or "
+        "the largest block to use: 16, 32, 64 or 128. Int8 checkpoints have their own; a number that contradicts is refused.",
+    ),
     Variable(
         KERNEL_VARIABLE, "", "Force one kernel by name: triton, cutlass, dp4a, onednn or torch. Fails where it cannot run."
     ),
@@ -64,10 +72,20 @@ def fusion() -> bool:
     return _yes(FUSION, default=True)
 
 
+def hadamard() -> str | int:
+    """What VLLM_W8A8_HADAMARD asks for: `"auto"`, 0 or a block.
+
+    Raises:
+        ValueError: the variable says something else.
+    """
+    return parse_choice(os.environ.get(HADAMARD, "").strip() or AUTO, HADAMARD)
+
+
 def check() -> None:
     """Raise ValueError for a variable with a value that it does not know."""
     enabled()
     fusion()
+    hadamard()
 
 
 def _yes(name: str, default: bool) -> bool:

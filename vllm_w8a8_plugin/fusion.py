@@ -103,13 +103,14 @@ def is_installed(vllm_config: "VllmConfig") -> bool:
 
 def fuse(graph: fx.Graph) -> None:
     """Fuse in place, and log how many fusions there were; a line that was logged for an earlier graph is not repeated."""
-    dtypes = {node.args[0].meta["val"].dtype for node in graph.find_nodes(op="call_function", target=QUANTIZE)}
-    if not dtypes:
+    quantizers = graph.find_nodes(op="call_function", target=QUANTIZE)
+    if not quantizers:
         return
+    kinds = {(node.args[0].meta["val"].dtype, _hadamard(node)) for node in quantizers}
     _read_through_views(graph)
     _share_quantizers(graph)
-    for dtype in sorted(dtypes, key=str):
-        _patterns(dtype).apply(graph)
+    for dtype, hadamard in sorted(kinds, key=str):
+        _patterns(dtype, hadamard).apply(graph)
     norms = _count(graph, RMS_NORM_QUANTIZE) + _count(graph, ADD_RMS_NORM_QUANTIZE)
     activations = _count(graph, SILU_MUL_QUANTIZE)
     if norms or activations:
@@ -121,6 +122,11 @@ def fuse(graph: fx.Graph) -> None:
 
 def _count(graph: fx.Graph, target: torch._ops.OpOverload) -> int:
     return len(graph.find_nodes(op="call_function", target=target))
+
+
+def _hadamard(quantizer: fx.Node) -> int:
+    """The block of a quantizer; tracing leaves the argument out where it is the default."""
+    return quantizer.args[1] if len(quantizer.args) > 1 else quantizer.kwargs.get("hadamard", 0)
 
 
 def _read_through_views(graph: fx.Graph) -> None:
@@ -149,8 +155,8 @@ def _share_quantizers(graph: fx.Graph) -> None:
 
 @functools.cache
 @enable_fake_mode
-def _patterns(dtype: torch.dtype) -> pattern_matcher.PatternMatcherPass:
-    """Patterns for activations of `dtype`."""
+def _patterns(dtype: torch.dtype, hadamard: int) -> pattern_matcher.PatternMatcherPass:
+    """Patterns for activations of `dtype` before quantizers of one block, which the second look at a match compares."""
     patterns = pattern_matcher.PatternMatcherPass(pass_name="w8a8_fusion")
 
     def register(search: Callable, replace: Callable, *shapes: tuple[int, ...], **scalars: float) -> None:
@@ -168,37 +174,37 @@ def _patterns(dtype: torch.dtype) -> pattern_matcher.PatternMatcherPass:
     # With the residual first: in fp32, where nothing is rounded, the other pattern finds its norm, too.
     for offset in (0.0, GEMMA_OFFSET):
         for norm in (ir.ops.fused_add_rms_norm.torch_op, ir.ops.fused_add_rms_norm.impls["native"].impl_fn):
-            register(*_add_rms_norm(norm, offset), (rows, hidden), (rows, hidden), (hidden,), eps=_EPS)
+            register(*_add_rms_norm(norm, offset, hadamard), (rows, hidden), (rows, hidden), (hidden,), eps=_EPS)
         for norm in (ir.ops.rms_norm.torch_op, ir.ops.rms_norm.impls["native"].impl_fn):
-            register(*_rms_norm(norm, offset), (rows, hidden), (hidden,), eps=_EPS)
+            register(*_rms_norm(norm, offset, hadamard), (rows, hidden), (hidden,), eps=_EPS)
     activations = [SiluAndMul.forward_native]
     if hasattr(torch.ops._C, "silu_and_mul"):
         activations.append(_functional_silu_and_mul)
     for activation in activations:
-        register(*_silu_mul(activation), (rows, 2 * hidden))
+        register(*_silu_mul(activation, hadamard), (rows, 2 * hidden))
     return patterns
 
 
-def _rms_norm(norm: Callable, offset: float) -> tuple[Callable, Callable]:
+def _rms_norm(norm: Callable, offset: float, hadamard: int) -> tuple[Callable, Callable]:
     def search(x, weight, eps):
-        codes, scale = QUANTIZE(norm(x, _with_offset(weight, offset), eps))
+        codes, scale = QUANTIZE(norm(x, _with_offset(weight, offset), eps), hadamard)
         return codes, scale
 
     def replace(x, weight, eps):
-        codes, scale = RMS_NORM_QUANTIZE(x, weight, eps, offset)
+        codes, scale = RMS_NORM_QUANTIZE(x, weight, eps, offset, hadamard)
         return codes, scale
 
     return search, replace
 
 
-def _add_rms_norm(norm: Callable, offset: float) -> tuple[Callable, Callable]:
+def _add_rms_norm(norm: Callable, offset: float, hadamard: int) -> tuple[Callable, Callable]:
     def search(x, residual, weight, eps):
         normed, total = norm(x, residual, _with_offset(weight, offset), eps)
-        codes, scale = QUANTIZE(normed)
+        codes, scale = QUANTIZE(normed, hadamard)
         return codes, scale, total
 
     def replace(x, residual, weight, eps):
-        codes, scale, total = ADD_RMS_NORM_QUANTIZE(x, residual, weight, eps, offset)
+        codes, scale, total = ADD_RMS_NORM_QUANTIZE(x, residual, weight, eps, offset, hadamard)
         return codes, scale, total
 
     return search, replace
@@ -209,13 +215,13 @@ def _with_offset(weight: torch.Tensor, offset: float) -> torch.Tensor:
     return weight.float() + offset if offset else weight
 
 
-def _silu_mul(activation: Callable) -> tuple[Callable, Callable]:
+def _silu_mul(activation: Callable, hadamard: int) -> tuple[Callable, Callable]:
     def search(x):
-        codes, scale = QUANTIZE(activation(x))
+        codes, scale = QUANTIZE(activation(x), hadamard)
         return codes, scale
 
     def replace(x):
-        codes, scale = SILU_MUL_QUANTIZE(x)
+        codes, scale = SILU_MUL_QUANTIZE(x, hadamard)
         return codes, scale
 
     return search, replace

@@ -4,22 +4,31 @@ import functools
 from collections.abc import Callable
 
 import torch
-from vllm.model_executor.layers.linear import LinearMethodBase
+from vllm.model_executor.layers.linear import LinearMethodBase, RowParallelLinear
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeightParameter
 from vllm.model_executor.utils import replace_parameter
 
-from vllm_w8a8_plugin import log
+from vllm_w8a8_plugin import envs, log
 from vllm_w8a8_plugin.warmup import WARMUP
-from w8a8_converters.quantize import quantize_weight
 from w8a8_kernels import int8_linear, pack_weight, select_scaled_mm
+from w8a8_kernels.hadamard import BLOCKS, chosen_block, ranks_that_fit
 from w8a8_kernels.ops import device_facts
+from w8a8_kernels.quantize.weight import quantize_weight, row_amax
 
 _WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class W8A8LinearMethod(LinearMethodBase):
-    """Layer whose checkpoint holds `weight` [N, K] int8 and `weight_scale` [N, 1]."""
+    """Layer whose checkpoint holds `weight` [N, K] int8 and `weight_scale` [N, 1].
+
+    Args:
+        hadamard: what the config says of the layer, one of `w8a8_kernels.hadamard.CHOICES`.
+    """
+
+    def __init__(self, hadamard: str | int = 0) -> None:
+        super().__init__()
+        self._hadamard = hadamard
 
     def create_weights(
         self,
@@ -31,6 +40,7 @@ class W8A8LinearMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs,
     ) -> None:
+        self._choose_block(layer, input_size, input_size_per_partition)
         weight_loader = extra_weight_attrs["weight_loader"]
         n = sum(output_partition_sizes)
         weight = ModelWeightParameter(
@@ -47,6 +57,28 @@ class W8A8LinearMethod(LinearMethodBase):
         layer.register_parameter("weight", weight)
         layer.register_parameter("weight_scale", scale)
         self._prepare(layer, params_dtype)
+
+    # How the user can have another block, for the message below.
+    _OTHER_BLOCK = "convert the model again with --hadamard {block}"
+
+    def _choose_block(self, layer: torch.nn.Module, K: int, part: int) -> None:
+        """Set `w8a8_hadamard`, which depends on the whole layer's K alone.
+
+        Raises:
+            ValueError: a block does not fit into a rank's part of K.
+        """
+        block = chosen_block(self._hadamard, K, row_parallel=isinstance(layer, RowParallelLinear))
+        if block and part % block:
+            smaller = next((b for b in BLOCKS if b < block and part % b == 0), 0)
+            fitting = ", ".join(map(str, ranks_that_fit(K, block)))
+            name = getattr(layer, "prefix", "a layer")
+            raise ValueError(
+                f"{name}: {K // part} tensor-parallel ranks would cut the Hadamard blocks of {block} of its {K} input "
+                f"features. Degrees that fit this layer: {fitting}. Or {self._OTHER_BLOCK.format(block=smaller)}"
+            )
+        layer.w8a8_hadamard = block
+        if block:
+            log.once(f"W8A8: inputs of linear layers are transformed in Hadamard blocks of {block}")
 
     def _prepare(self, layer: torch.nn.Module, params_dtype: torch.dtype) -> None:
         layer.w8a8_dtype = params_dtype
@@ -65,7 +97,7 @@ class W8A8LinearMethod(LinearMethodBase):
         WARMUP.ready(layer)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return int8_linear(x, layer.weight, layer.weight_scale, bias, layer.packed_weight)
+        return int8_linear(x, layer.weight, layer.weight_scale, bias, layer.packed_weight, layer.w8a8_hadamard)
 
 
 class W8A8OnlineLinearMethod(W8A8LinearMethod):
@@ -76,10 +108,11 @@ class W8A8OnlineLinearMethod(W8A8LinearMethod):
     """
 
     uses_meta_device = True
+    _OTHER_BLOCK = envs.HADAMARD + "={block}"
 
-    def __init__(self, all_built: Callable[[], None]) -> None:
+    def __init__(self, hadamard: str | int, all_built: Callable[[], None]) -> None:
         """`all_built` is called when the model's layers are all there, once for each of them."""
-        super().__init__()
+        super().__init__(hadamard)
         self._all_built = all_built
 
     def create_weights(
@@ -92,6 +125,7 @@ class W8A8OnlineLinearMethod(W8A8LinearMethod):
         params_dtype: torch.dtype,
         **extra_weight_attrs,
     ) -> None:
+        self._choose_block(layer, input_size, input_size_per_partition)
         weight_loader = _checked(extra_weight_attrs["weight_loader"], _WEIGHT_DTYPES)
         if input_size_per_partition != input_size:
             weight_loader = _recording_amax(layer, weight_loader)
@@ -112,7 +146,7 @@ class W8A8OnlineLinearMethod(W8A8LinearMethod):
         if getattr(layer, "_already_called_process_weights_after_loading", False):
             return
         self._all_built()
-        codes, scale = quantize_weight(layer.weight.data, layer.w8a8_amax)
+        codes, scale = quantize_weight(layer.weight.data, layer.w8a8_amax, layer.w8a8_hadamard)
         layer.w8a8_amax = None
         replace_parameter(layer, "weight", codes)
         replace_parameter(layer, "weight_scale", scale)
@@ -136,7 +170,7 @@ def _checked(weight_loader: Callable, dtypes: tuple[torch.dtype, ...]) -> Callab
 
 
 def _recording_amax(layer: torch.nn.Module, weight_loader: Callable) -> Callable:
-    """`weight_loader` of a row-parallel layer that notes each row's amax over all ranks' columns.
+    """`weight_loader` of a row-parallel layer that notes each row's amax over all ranks' columns, transformed.
 
     Every rank is handed the whole matrix, so the scales are those of the whole matrix without a collective, which could hang
     while ranks finish layers in different order.
@@ -145,8 +179,7 @@ def _recording_amax(layer: torch.nn.Module, weight_loader: Callable) -> Callable
     @functools.wraps(weight_loader)
     def load(param: torch.nn.Parameter, loaded_weight: torch.Tensor, *args, **kwargs):
         if not param.is_meta:  # vLLM first calls the loader on a meta tensor, to count elements
-            low, high = torch.aminmax(loaded_weight, dim=1)
-            layer.w8a8_amax = torch.maximum(-low.float(), high.float())
+            layer.w8a8_amax = row_amax(loaded_weight, layer.w8a8_hadamard, param.device)
         return weight_loader(param, loaded_weight, *args, **kwargs)
 
     return load

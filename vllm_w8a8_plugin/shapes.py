@@ -11,9 +11,9 @@ import torch
 from w8a8_converters.checkpoint import SafetensorsFile, TensorInfo
 from w8a8_converters.layers import is_linear, is_quantized_by_default, module_of
 from w8a8_converters.rules import fused_groups
+from w8a8_kernels.names import is_row_parallel
 
-# vLLM cuts these along K, their input, and all others along N, but for the ones that every rank holds whole.
-ROW_PARALLEL = {"o_proj", "down_proj", "out_proj", "dense", "dense_4h_to_h", "fc2", "wo", "w2"}
+# Every rank holds these whole; others are cut along K where they are row-parallel, else along N.
 REPLICATED = {"fused_qkv_a_proj", "q_a_proj", "kv_a_proj_with_mqa"}
 
 # Other programs' weights, or none of the model's own.
@@ -108,7 +108,7 @@ def _on_one_rank(name: str, parts: dict[str, tuple[int, ...]], config: dict[str,
     K = next(iter(parts.values()))[1]
     if last in REPLICATED:
         return sum(rows for rows, _ in parts.values()), K
-    if last in ROW_PARALLEL:
+    if is_row_parallel(last):
         return next(iter(parts.values()))[0], _divided(name, "K", K, tp)
     N = 0
     for part, (rows, _) in parts.items():

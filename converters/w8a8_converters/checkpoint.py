@@ -40,12 +40,16 @@ _SIDE_FILE_LIMIT = 256 * 1000**2
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor of a source: its name in the Hugging Face checkpoint, what `rows` returns, what it takes on disk."""
+    """A tensor of a source: its name in the Hugging Face checkpoint, what `rows` returns, what it takes on disk.
+
+    Where it is `computed`, `rows` returns fp32, and `dtype` is that of the tensors it was computed from.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     nbytes: int
+    computed: bool = False
 
     @property
     def n_rows(self) -> int:

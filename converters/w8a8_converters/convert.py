@@ -13,20 +13,22 @@ from torch import Tensor
 
 from w8a8_converters.checkpoint import HuggingFaceSource, Source, TensorInfo
 from w8a8_converters.errors import ConversionError
+from w8a8_converters.folding.options import FoldingOptions, fold
 from w8a8_converters.formats import FORMATS
 from w8a8_converters.layers import module_of
 from w8a8_converters.plan import Plan, Step, make_plan
-from w8a8_converters.quantize import quantize_weight
 from w8a8_converters.report import LayerReport, NoiseMeter, Report
 from w8a8_converters.staging import check_output, remove_stale, staged_folder
 from w8a8_converters.writer import ShardWriter
+from w8a8_kernels.hadamard import hadamard_transform
+from w8a8_kernels.quantize.weight import quantize_weight
 
 logger = logging.getLogger(__name__)
 
 REPORT_FILE = "conversion_report.json"
 QUANT_CONFIG_FILE = "quant_config.json"
 
-# stage ("check" or "write"), bytes of the source done, bytes in all
+# stage ("check", "write", and of folding "equalize", "quality"), bytes of the source done, bytes in all
 Progress = Callable[[str, int, int], None]
 
 # fp32 size of a block of rows. Blocks bound the memory: no tensor and no shard is ever held as a whole.
@@ -43,6 +45,8 @@ def convert(
     quantize_lm_head: bool = False,
     max_shard_size: str | int = "4GB",
     overwrite: bool = False,
+    hadamard: str | int | None = None,
+    folding: FoldingOptions | None = None,
     progress: Progress | None = None,
 ) -> Report:
     """Converts a model and returns what was done. `out` appears only when it is complete.
@@ -55,7 +59,10 @@ def convert(
         quantize_lm_head: write an int8 lm_head. Where it is tied to the embedding, it becomes a weight of its own.
         max_shard_size: limit of a weight file, as `4GB`.
         overwrite: replace `out` if it is a model folder. The old one stays until the new one is complete.
-        progress: called with (stage, bytes done, bytes in all), stages `check` and `write`.
+        hadamard: `"auto"`, 0 or the largest block of the Hadamard transform (`w8a8_kernels.hadamard.chosen_block`). Default:
+            `"auto"` for format `w8a8`, 0 for the others, which cannot have one.
+        folding: changes of the unquantized weights that keep the model's function; default: none.
+        progress: called with (stage, bytes done, bytes in all), stages `check` and `write`. Folding has stages of its own.
 
     Raises:
         ConversionError: the source, the options or the disk do not allow it. Nothing has been written then.
@@ -64,11 +71,24 @@ def convert(
     src, out = Path(src).expanduser(), Path(out).expanduser()
     if format not in FORMATS:
         raise ConversionError(f"format {format!r} is not known; known are {', '.join(FORMATS)}")
+    skip = tuple(skip)
     source = _open(src)
     check_output(out, [src, *source.files], overwrite)
-    plan = make_plan(source, FORMATS[format], skip, quantize_lm_head, max_shard_size)
+    bf16_bytes = sum(_bf16_bytes(info) for info in source.tensors.values())
+    plan = make_plan(source, FORMATS[format], skip, quantize_lm_head, max_shard_size, hadamard)
     remove_stale(out, logger.warning)
     _check_disk(plan, source, out)
+    folded = None
+    if folding is not None and folding.asked:
+
+        def plan_for(source: Source, hadamard: str | int | None) -> Plan:
+            return make_plan(source, FORMATS[format], skip, quantize_lm_head, max_shard_size, hadamard)
+
+        folded = fold(source, folding, hadamard, plan_for, progress)
+        source, plan = folded.source, plan_for(folded.source, folded.hadamard)
+        _check_disk(plan, source, out)
+        untied = [tensor.nbytes for step in plan.steps if step.weight.name == folded.untied for tensor in step.outputs]
+        plan.lm_head_extra_bytes = plan.lm_head_extra_bytes or sum(untied)
     _check_values(plan, source, progress)
 
     report = Report(
@@ -76,11 +96,12 @@ def convert(
         output=str(out),
         format=format,
         source_bytes=sum(path.stat().st_size for path in source.files),
-        bf16_bytes=sum(_bf16_bytes(info) for info in source.tensors.values()),
+        bf16_bytes=bf16_bytes,
         files=plan.files,
         ignore=plan.ignore,
         lm_head_extra_bytes=plan.lm_head_extra_bytes,
-        notes=source.notes,
+        notes=[*source.notes, *(folded.notes if folded else ())],
+        folding=folded.report if folded else {},
     )
     with staged_folder(out) as folder:
         _write_weights(plan, source, folder, report, progress)
@@ -154,12 +175,15 @@ def _write_step(step: Step, source: Source, writer: ShardWriter, report: Report,
         if step.scale is None:
             writer.write(step.weight.name, start * row_elements, values)
             continue
+        # The transform is orthonormal: the noise is as large in its values as in the weight's own.
+        values = hadamard_transform(values, step.hadamard)
         codes, scale = quantize_weight(values)
         writer.write(step.weight.name, start * row_elements, codes)
         writer.write(step.scale.name, start, scale)
         noise.add(values, codes, scale)
     if step.scale is not None:
-        report.layers.append(LayerReport(module_of(step.weight.name), step.weight.shape, noise.decibels()))
+        name = module_of(step.weight.name)
+        report.layers.append(LayerReport(name, step.weight.shape, noise.decibels(), step.hadamard))
 
 
 def _write_side_files(plan: Plan, source: Source, folder: Path, report: Report) -> None:

@@ -1,6 +1,6 @@
 """The output formats as data: file names, header metadata, and the quantization_config of each."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,14 +34,25 @@ FORMATS = {
 }
 
 
-def quantization_config(fmt: Format, ignore: Sequence[str]) -> dict[str, Any]:
-    """The `quantization_config` of config.json; `ignore` are the exact names of the Linear modules left unquantized."""
+def quantization_config(
+    fmt: Format, ignore: Sequence[str], hadamard: int = 0, hadamard_blocks: Mapping[str, int] | None = None
+) -> dict[str, Any]:
+    """The `quantization_config` of config.json.
+
+    Args:
+        fmt: a quantized format.
+        ignore: exact names of the Linear modules left unquantized.
+        hadamard: the block of every layer, or where that does not divide its K, the largest smaller one that does.
+        hadamard_blocks: the same for the layers that are named here, by last component or full name. So a reader needs no
+            rule of ours, nor to know which layers are row-parallel.
+    """
     if fmt.name == "w8a8":
         return {
             "quant_method": "w8a8",
             "weight_dtype": "int8",
             "scale_dtype": "fp32",
-            "hadamard": 0,
+            "hadamard": hadamard,
+            **({"hadamard_blocks": dict(hadamard_blocks)} if hadamard_blocks else {}),
             "ignore": list(ignore),
         }
     if fmt.name == "compressed-tensors":

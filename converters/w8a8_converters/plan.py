@@ -22,6 +22,8 @@ from w8a8_converters.layers import (
 )
 from w8a8_converters.rules import SkipRules, fused_groups
 from w8a8_converters.writer import OutputTensor, split_into_shards
+from w8a8_kernels.hadamard import AUTO, MAX_RULE_BLOCK, chosen_block, largest_block, parse_choice
+from w8a8_kernels.names import is_row_parallel
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings")
@@ -34,12 +36,14 @@ class Step:
     Attributes:
         values: the tensor in the dtype in which it is written or, where quantized, from which it is quantized.
         scale: the scale to write beside int8 codes; None where the values are written as they are.
+        hadamard: size of the blocks that are transformed before the scale is taken; 0 for none.
     """
 
     source: TensorInfo
     weight: OutputTensor
     values: torch.dtype
     scale: OutputTensor | None = None
+    hadamard: int = 0
 
     @property
     def outputs(self) -> list[OutputTensor]:
@@ -77,6 +81,7 @@ def make_plan(
     skip: Iterable[str],
     quantize_lm_head: bool,
     max_shard_size: str | int,
+    hadamard: str | int | None = None,
 ) -> Plan:
     """Raises ConversionError where the options do not fit the checkpoint."""
     limit = parse_size(max_shard_size)
@@ -87,6 +92,7 @@ def make_plan(
     if not fmt.quantized and (rules or quantize_lm_head):
         option = "--skip" if rules else "--quantize-lm-head"
         raise ConversionError(f"{option} has no effect with --format {fmt.name}, which quantizes nothing: leave it out")
+    hadamard = _choose_hadamard(hadamard, fmt)
     if fmt.quantized and source.config["model_type"] in TRANSPOSED_MODEL_TYPES:
         raise ConversionError(
             f"{source.path}: model type {source.config['model_type']} stores transposed weights, which are not supported"
@@ -99,7 +105,7 @@ def make_plan(
     plan = Plan(fmt, config, None)
     steps: list[Step] = []
     for info in source.tensors.values():
-        steps.append(_step(info, info.name, targets[info.name], info.name in quantized))
+        steps.append(_step(info, info.name, targets[info.name], info.name in quantized, hadamard))
     if fmt.quantized:
         kept = [step.weight for step in steps if step.scale is None]
         plan.ignore = [module_of(weight.name) for weight in kept if is_linear(weight.name, len(weight.shape))]
@@ -110,7 +116,7 @@ def make_plan(
         if quantize_lm_head:
             steps = [step for step in steps if step.weight.name != f"{head}.weight"]
             plan.ignore = [name for name in plan.ignore if name != head]
-            own_head = _step(embedding, f"{head}.weight", targets[embedding.name], quantize=True)
+            own_head = _step(embedding, f"{head}.weight", targets[embedding.name], True, hadamard)
             steps.append(own_head)
             plan.lm_head_extra_bytes = sum(tensor.nbytes for tensor in own_head.outputs)
             _set_everywhere(config, "tie_word_embeddings", False, add=True)
@@ -120,7 +126,7 @@ def make_plan(
     if fmt.quantized:
         if not any(step.scale is not None for step in steps):
             raise ConversionError(f"{source.path}: no weight is left to quantize; with --skip like this use --format bf16")
-        plan.quantization = quantization_config(fmt, plan.ignore)
+        plan.quantization = quantization_config(fmt, plan.ignore, *_hadamard_entries(hadamard, steps))
         config["quantization_config"] = plan.quantization
     else:
         for key in ("dtype", "torch_dtype"):
@@ -141,11 +147,54 @@ def parse_size(text: str | int) -> int:
     return size
 
 
-def _step(info: TensorInfo, name: str, values: torch.dtype, quantize: bool) -> Step:
+def _choose_hadamard(hadamard: str | int | None, fmt: Format) -> str | int:
+    if hadamard is None:
+        return AUTO if fmt.name == "w8a8" else 0
+    try:
+        hadamard = parse_choice(hadamard, "--hadamard")
+    except ValueError as error:
+        raise ConversionError(str(error)) from None
+    if hadamard != 0 and fmt.name != "w8a8":
+        why = (
+            "its other readers would not transform the activations, and compute nonsense"
+            if fmt.quantized
+            else "nothing is quantized there"
+        )
+        raise ConversionError(f"--hadamard {hadamard} is for --format w8a8 only, not for {fmt.name}: {why}; leave it out")
+    return hadamard
+
+
+def _hadamard_entries(hadamard: str | int, steps: list[Step]) -> tuple[int, dict[str, int]]:
+    """What the config says of the blocks: the general one, and those of layers that it does not give theirs."""
+    general = MAX_RULE_BLOCK if hadamard == AUTO else hadamard
+    quantized = {module_of(step.weight.name): step for step in steps if step.scale is not None}
+    other = {
+        module: step.hadamard
+        for module, step in quantized.items()
+        if step.hadamard != largest_block(step.weight.shape[1], general)
+    }
+    # By last component where that says the same of all layers called so, as `down_proj`, else by full name.
+    blocks: dict[str, int] = {}
+    for module, block in other.items():
+        last = module.rpartition(".")[2]
+        alike = all(
+            largest_block(step.weight.shape[1], block) == step.hadamard
+            for name, step in quantized.items()
+            if name.rpartition(".")[2] == last
+        )
+        blocks[last if alike else module] = block
+    return general, blocks
+
+
+def _step(info: TensorInfo, name: str, values: torch.dtype, quantize: bool, hadamard: str | int) -> Step:
     if not quantize:
         return Step(info, OutputTensor(name, info.shape, values), values)
     weight = OutputTensor(name, info.shape, torch.int8)
-    return Step(info, weight, values, OutputTensor(f"{name}_scale", (info.shape[0], 1), torch.float32))
+    scale = OutputTensor(f"{name}_scale", (info.shape[0], 1), torch.float32)
+    module = module_of(name)
+    if info.computed:
+        values = torch.float32  # rounded once, to int8
+    return Step(info, weight, values, scale, chosen_block(hadamard, info.shape[1], row_parallel=is_row_parallel(module)))
 
 
 def _quantized_tensors(source: Source, rules: SkipRules, quantize_lm_head: bool) -> set[str]:

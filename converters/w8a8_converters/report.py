@@ -1,6 +1,7 @@
 """What a conversion did: sizes, layers, quality."""
 
 import math
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -10,11 +11,12 @@ from torch import Tensor
 
 @dataclass
 class LayerReport:
-    """One quantized weight. `sqnr_db` is None where the quantization is exact."""
+    """One quantized weight: `sqnr_db` is None where the quantization is exact, `hadamard` the transform's block or 0."""
 
     name: str
     shape: tuple[int, int]
     sqnr_db: float | None = None
+    hadamard: int = 0
 
 
 @dataclass
@@ -29,6 +31,7 @@ class Report:
         ignore: Linear modules that stayed unquantized.
         lm_head_extra_bytes: what an lm_head of its own adds where the embedding was tied.
         notes: what the user should know.
+        folding: what was folded into the weights and why, of `rotate`, `equalize` and `quality` those that were done.
     """
 
     source: str
@@ -43,10 +46,16 @@ class Report:
     ignore: list[str] = field(default_factory=list)
     lm_head_extra_bytes: int = 0
     notes: list[str] = field(default_factory=list)
+    folding: dict[str, Any] = field(default_factory=dict)
 
     def worst_layers(self, count: int = 10) -> list[LayerReport]:
         """The quantized weights with the lowest signal-to-quantization-noise ratio, worst first."""
         return sorted((la for la in self.layers if la.sqnr_db is not None), key=lambda la: la.sqnr_db)[:count]
+
+    def hadamard_blocks(self) -> dict[int, int]:
+        """Block, 0 for none -> how many layers have it; the largest first."""
+        counts = Counter(layer.hadamard for layer in self.layers)
+        return dict(sorted(counts.items(), reverse=True))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

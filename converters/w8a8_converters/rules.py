@@ -1,8 +1,8 @@
-"""Which modules a user wants left unquantized: one matching rule for the converter and the plugin. Pure Python."""
+"""Which modules a user wants left unquantized: one matching rule for the converter and the plugin."""
 
-import fnmatch
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+
+from w8a8_kernels.names import name_matcher
 
 # Layers that vLLM builds from several of a checkpoint's, for the converter, which knows no model class.
 FUSED: dict[str, tuple[str, ...]] = {
@@ -34,7 +34,7 @@ class SkipRules:
 
     def __init__(self, patterns: Iterable[str]) -> None:
         self.patterns: tuple[str, ...] = tuple(dict.fromkeys(p.strip() for p in patterns if p.strip()))
-        self._matchers = {pattern: _matcher(pattern) for pattern in self.patterns}
+        self._matchers = {pattern: name_matcher(pattern) for pattern in self.patterns}
 
     def __reduce__(self) -> tuple:
         return SkipRules, (self.patterns,)  # vLLM sends its config, and this with it, to other processes
@@ -99,23 +99,3 @@ def _last(name: str) -> str:
 def _sibling(name: str, last: str) -> str:
     parent = name.rpartition(".")[0]
     return f"{parent}.{last}" if parent else last
-
-
-def _matcher(pattern: str) -> Callable[[str], bool]:
-    if pattern.startswith("re:"):
-        try:
-            regex = re.compile(pattern[3:])
-        except re.error as error:
-            raise ValueError(f"skip pattern {pattern!r} is not a regular expression: {error}") from None
-        return lambda name: regex.match(name) is not None
-    if any(char in pattern for char in "*?["):
-        glob = re.compile(fnmatch.translate(pattern))
-        return lambda name: any(glob.match(path) for path in _self_and_parents(name))
-    # Dots at both ends make a substring search one for whole components.
-    path = f".{pattern}."
-    return lambda name: path in f".{name}."
-
-
-def _self_and_parents(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]

@@ -9,7 +9,8 @@ from safetensors.torch import save_file
 
 from w8a8_converters import convert as converter
 from w8a8_converters.convert import convert
-from w8a8_converters.quantize import quantize_weight
+from w8a8_kernels.hadamard import block_size
+from w8a8_kernels.quantize.weight import quantize_weight
 
 PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
@@ -27,6 +28,11 @@ def read_json(path):
     return json.loads(path.read_text())
 
 
+def rounded(weight, fmt="w8a8"):
+    """Codes and scale of a weight whose block does not depend on its layer's name, as all of the tiny model's."""
+    return quantize_weight(weight, hadamard=block_size(weight.shape[1]) if fmt == "w8a8" else 0)
+
+
 def module(name):
     return name.removesuffix(".weight")
 
@@ -40,7 +46,7 @@ def test_quantized_output(checkpoint, tmp_path, fmt, shards):
     after = load(tmp_path / "out")
     for name, tensor in before.items():
         if module(name).rpartition(".")[2] in PROJECTIONS:
-            codes, scale = quantize_weight(tensor)
+            codes, scale = rounded(tensor, fmt)
             assert torch.equal(after.pop(name), codes), name
             stored_scale = after.pop(f"{name}_scale")
             assert stored_scale.dtype == torch.float32
@@ -57,11 +63,55 @@ def test_quantized_output(checkpoint, tmp_path, fmt, shards):
     assert {**read_json(src / "config.json"), "quantization_config": config["quantization_config"]} == config
 
 
-def test_w8a8_config_is_the_documented_one(checkpoint, tmp_path):
-    convert(checkpoint(), tmp_path / "out")
-    expected = {"quant_method": "w8a8", "weight_dtype": "int8", "scale_dtype": "fp32", "hadamard": 0, "ignore": ["lm_head"]}
+@pytest.mark.parametrize(("option", "entry"), [(None, 64), ("auto", 64), (0, 0), ("16", 16), (128, 128)])
+def test_w8a8_config_is_the_documented_one(checkpoint, tmp_path, option, entry):
+    convert(checkpoint(), tmp_path / "out", hadamard=option)
+    expected = {
+        "quant_method": "w8a8",
+        "weight_dtype": "int8",
+        "scale_dtype": "fp32",
+        "hadamard": entry,
+        "ignore": ["lm_head"],
+    }
     assert read_json(tmp_path / "out" / "quant_config.json") == expected
     assert read_json(tmp_path / "out" / "config.json")["quantization_config"] == expected
+
+
+DOWN, UP = "model.layers.0.mlp.down_proj", "model.layers.0.mlp.up_proj"
+
+
+@pytest.mark.parametrize(
+    ("option", "blocks"),
+    [("auto", {DOWN: 32, UP: 64}), (0, {DOWN: 0, UP: 0}), (128, {DOWN: 128, UP: 64}), (16, {DOWN: 16, UP: 16})],
+    ids=str,
+)
+def test_hadamard(checkpoint, tmp_path, option, blocks):
+    """By the rule, or the largest up to a number that divide; the config says it so that no reader needs the rule."""
+    tensors = {f"{DOWN}.weight": torch.randn(8, 256), f"{UP}.weight": torch.randn(8, 192)}
+    src = checkpoint(tensors={name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()})
+    report = convert(src, tmp_path / "out", hadamard=option)
+    before, after = load(src), load(tmp_path / "out")
+    reported = {layer.name: layer.hadamard for layer in report.layers}
+    for name, block in blocks.items():
+        codes, scale = quantize_weight(before[f"{name}.weight"], hadamard=block)
+        assert torch.equal(after[f"{name}.weight"], codes)
+        assert torch.equal(after[f"{name}.weight_scale"], scale)
+        assert reported[name] == block
+    assert sum(report.hadamard_blocks().values()) == len(report.layers)
+    config = read_json(tmp_path / "out" / "config.json")["quantization_config"]
+    # The other layers' down_proj has 24 input features, for which no block fits.
+    assert config.get("hadamard_blocks") == ({"down_proj": 32} if option == "auto" else None)
+    assert read_json(tmp_path / "out" / "quant_config.json") == config
+
+
+def test_hadamard_blocks_of_layers_that_share_a_name(checkpoint, tmp_path):
+    """Under one last component blocks can differ so that no entry covers them: then full names stand in the config."""
+    other = DOWN.replace("layers.0", "layers.1")
+    tensors = {f"{DOWN}.weight": torch.randn(8, 256), f"{other}.weight": torch.randn(8, 512)}
+    src = checkpoint(tensors={name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()})
+    report = convert(src, tmp_path / "out")
+    assert {layer.name: layer.hadamard for layer in report.layers if "down" in layer.name} == {DOWN: 32, other: 64}
+    assert read_json(tmp_path / "out" / "config.json")["quantization_config"]["hadamard_blocks"] == {DOWN: 32}
 
 
 def test_compressed_tensors_config_is_what_its_library_reads(checkpoint, tmp_path):
@@ -229,7 +279,7 @@ def test_quantize_untied_lm_head(checkpoint, tmp_path):
     src = checkpoint()
     report = convert(src, tmp_path / "out", quantize_lm_head=True)
     after = load(tmp_path / "out")
-    codes, scale = quantize_weight(load(src)["lm_head.weight"])
+    codes, scale = rounded(load(src)["lm_head.weight"])
     assert torch.equal(after["lm_head.weight"], codes)
     assert torch.equal(after["lm_head.weight_scale"], scale)
     assert report.ignore == []
@@ -248,7 +298,7 @@ def test_quantize_tied_lm_head(checkpoint, tmp_path, fmt, explicit):
     plain = convert(src, tmp_path / "plain", format=fmt)
     report = convert(src, tmp_path / "out", format=fmt, quantize_lm_head=True)
     after = load(tmp_path / "out")
-    codes, scale = quantize_weight(embedding)
+    codes, scale = rounded(embedding, fmt)
     assert torch.equal(after["model.embed_tokens.weight"], embedding)
     assert torch.equal(after["lm_head.weight"], codes)
     assert torch.equal(after["lm_head.weight_scale"], scale)
@@ -262,7 +312,7 @@ def test_tied_lm_head_stored_twice(checkpoint, tmp_path):
     """Tied means that the embedding counts, even where a stale lm_head is in the files."""
     src = checkpoint(tied=True, tensors={"lm_head.weight": torch.zeros(32, 16, dtype=torch.bfloat16)})
     convert(src, tmp_path / "out", quantize_lm_head=True)
-    codes, _ = quantize_weight(load(src)["model.embed_tokens.weight"])
+    codes, _ = rounded(load(src)["model.embed_tokens.weight"])
     assert torch.equal(load(tmp_path / "out")["lm_head.weight"], codes)
 
 

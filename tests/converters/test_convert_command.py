@@ -29,6 +29,7 @@ def test_summary(checkpoint, command, tmp_path):
     assert "check" in result.stderr
     assert "write" in result.stderr
     assert "7 layers quantized, 8 left as they are" in result.stderr
+    assert "Hadamard blocks: 16 in 5 layers, none in 2 layers" in result.stderr
     assert "lm_head, no longer tied to the embedding, adds 0.0 MB" in result.stderr
     report = json.loads((tmp_path / "out" / "conversion_report.json").read_text())
     worst = min(report["layers"], key=lambda layer: layer["sqnr_db"])
@@ -45,6 +46,20 @@ def test_format_and_overwrite(checkpoint, command, tmp_path):
     assert "give --overwrite" in refused.stderr
     assert command("--format", "bf16", "--overwrite").returncode == 0
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+def test_hadamard(checkpoint, command, tmp_path):
+    checkpoint()
+    assert command("--hadamard", "0").returncode == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["hadamard"] == 0
+    assert command("--hadamard", "0", "--format", "compressed-tensors", "--overwrite").returncode == 0
+    refused = command("--hadamard", "auto", "--format", "compressed-tensors", "--overwrite")
+    assert refused.returncode == 1
+    assert [line for line in refused.stderr.splitlines() if line.strip()] == [
+        "error: --hadamard auto is for --format w8a8 only, not for compressed-tensors: its other readers would not transform "
+        "the activations, and compute nonsense; leave it out"
+    ]
+    assert "'48' is not one of" in command("--hadamard", "48").stderr
 
 
 def test_an_error_is_one_line(checkpoint, command, tmp_path):

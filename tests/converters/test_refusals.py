@@ -243,6 +243,15 @@ def test_failed_overwrite_keeps_the_old_folder(checkpoint, tmp_path, monkeypatch
         ({"skip": ["lm_head"], "quantize_lm_head": True}, "both name lm_head"),
         ({"skip": ["mlp"], "format": "bf16"}, "--skip has no effect with --format bf16"),
         ({"quantize_lm_head": True, "format": "bf16"}, "--quantize-lm-head has no effect"),
+        (
+            {"hadamard": "auto", "format": "bf16"},
+            "--hadamard auto is for --format w8a8 only, not for bf16: nothing is quantized",
+        ),
+        (
+            {"hadamard": 64, "format": "compressed-tensors"},
+            "--hadamard 64 is for --format w8a8 only, not for compressed-tensors: its other readers would not transform",
+        ),
+        ({"hadamard": 48}, "--hadamard=48: expected auto, 0, 16, 32, 64 or 128"),
         ({"format": "int4"}, "format 'int4' is not known; known are w8a8, compressed-tensors, bf16"),
         ({"max_shard_size": "big"}, "'big' is not a size"),
         ({"max_shard_size": "4XB"}, "'4XB' is not a size"),

@@ -29,7 +29,7 @@ def smollm2_gguf() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Folder of SmolLM2 in a format, `w8a8 with lm_head` among them.
+    """Folder of SmolLM2 in a format, `w8a8 with lm_head` and `w8a8 with no hadamard` among them.
 
     `bf16` comes from the GGUF, the int8 formats from that, so that all have one source.
     """
@@ -41,8 +41,14 @@ def smollm2(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Cal
     def folder(format: str) -> Path:
         if format not in done:
             source = smollm2_gguf if format == "bf16" else folder("bf16")
-            name, _, lm_head = format.partition(" with ")
-            convert(source, root / format, format=name, quantize_lm_head=lm_head == "lm_head")
+            name, _, option = format.partition(" with ")
+            convert(
+                source,
+                root / format,
+                format=name,
+                quantize_lm_head=option == "lm_head",
+                hadamard=0 if option == "no hadamard" else None,
+            )
             done[format] = root / format
         return done[format]
 

@@ -23,6 +23,7 @@ def runs(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         "on": ({"quantization": "w8a8"}, {}),
         "off": ({"quantization": "w8a8"}, {"VLLM_W8A8_FUSION": "0"}),
         "on again": ({"quantization": "w8a8"}, {}),
+        "no hadamard": ({"quantization": "w8a8"}, {"VLLM_W8A8_HADAMARD": "0"}),
     }
     return {
         way: run_engine(
@@ -47,6 +48,14 @@ def test_switch_is_part_of_the_compile_cache_key(runs: dict[str, Run]) -> None:
     assert "folded" not in runs["off"].log
     assert mean_kl(runs["on"], runs["off"]) > 0, "the switched-off run took the compiled graph of the other"
     assert mean_kl(runs["on"], runs["on again"]) == 0
+
+
+def test_hadamard_is_part_of_the_compile_cache_key(runs: dict[str, Run]) -> None:
+    """With the other's graph, activations would be transformed and weights not: nonsense, as far off as no quantization is."""
+    on, without = (mean_kl(runs["bf16"], runs[way]) for way in ("on", "no hadamard"))
+    print(f"KL from bf16: {on:.5f} with Hadamard blocks, {without:.5f} without")
+    assert mean_kl(runs["on"], runs["no hadamard"]) > 0
+    assert without <= 4 * on + 0.01
 
 
 def test_as_near_to_the_unquantized_model(runs: dict[str, Run]) -> None:

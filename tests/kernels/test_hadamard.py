@@ -53,11 +53,14 @@ def test_no_block_is_no_transform() -> None:
         (896, False, 64),
         (576, False, 64),
         (1536, True, 64),
-        (576, True, 64),  # 72 a rank at 8: no block of 64 there, so the largest of the whole
+        (576, True, 32),  # 72 a rank at 8, 144 at 4, 288 at 2
+        (896, True, 32),  # 112 a rank at 8, 224 at 4
         (960, False, 64),
         (2880, False, 64),
-        (2880, True, 64),
-        (11008, True, 32),  # 1376 = 32 x 43 a rank
+        (2880, True, 32),  # 1440 a rank at 2
+        (11008, True, 32),  # 1376 = 32 x 43 a rank at 8
+        (29568, True, 16),  # 3696 = 16 x 231 a rank at 8: a model that needs them
+        (24, True, 0),
         (4304, False, 16),
         (1000, False, 0),
         (33, True, 0),

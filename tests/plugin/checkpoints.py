@@ -4,6 +4,7 @@ import copy
 import json
 from pathlib import Path
 
+# As the converter writes it with --hadamard 0.
 NATIVE = {"quant_method": "w8a8", "weight_dtype": "int8", "scale_dtype": "fp32", "hadamard": 0, "ignore": ["lm_head"]}
 
 # As llm-compressor writes it.

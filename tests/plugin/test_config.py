@@ -1,10 +1,12 @@
 import copy
 import pickle
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from checkpoints import AWQ, COMPRESSED_TENSORS, FP8, GPTQ, NATIVE, changed
+from checkpoints import AWQ, COMPRESSED_TENSORS, FP8, GPTQ, NATIVE, changed, model_folder
 
 pytest.importorskip("vllm", reason="vLLM is not installed: `make test` installs it")
 from vllm_w8a8_plugin.config import W8A8Config, checkpoint_refusal
@@ -14,7 +16,7 @@ GROUP = "config_groups.group_0."
 
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("VLLM_W8A8_ENABLE", "VLLM_W8A8_SKIP_MODULES", "VLLM_W8A8_KERNEL"):
+    for name in ("VLLM_W8A8_ENABLE", "VLLM_W8A8_SKIP_MODULES", "VLLM_W8A8_KERNEL", "VLLM_W8A8_HADAMARD"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -54,10 +56,125 @@ def test_declines_what_it_would_compute_wrongly(path: str, value: object, becaus
         W8A8Config.from_config(config)
 
 
-@pytest.mark.parametrize(("key", "value"), [("weight_dtype", "int4"), ("scale_dtype", "bf16"), ("hadamard", 64)])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("weight_dtype", "int4"),
+        ("scale_dtype", "bf16"),
+        ("hadamard", "auto"),  # written by no version: which blocks that means could change
+        ("hadamard", 48),
+        ("hadamard", 256),
+        ("hadamard", False),
+        ("hadamard", None),
+        ("hadamard_blocks", ["down_proj"]),
+        ("hadamard_blocks", {"down_proj": 8}),
+        ("hadamard_blocks", {"down_proj": "32"}),
+    ],
+)
 def test_refuses_native_forms_it_does_not_know(key: str, value: object) -> None:
-    with pytest.raises(ValueError, match=f"{key} = {value!r}, expected"):
+    with pytest.raises(ValueError, match=f"{key} = {re.escape(repr(value))}, expected"):
         W8A8Config.from_config(NATIVE | {key: value})
+
+
+def test_refuses_transforms_of_newer_versions() -> None:
+    with pytest.raises(ValueError, match="hadamard_heads, which this version does not know"):
+        W8A8Config.from_config(NATIVE | {"hadamard_heads": 64})
+
+
+BLOCKS_OF_LAYERS = {"hadamard": 64, "hadamard_blocks": {"down_proj": 32, "model.layers.1.mlp.down_proj": 16}}
+
+
+@pytest.mark.parametrize(
+    ("prefix", "block"),
+    [
+        ("model.layers.0.self_attn.qkv_proj", 64),
+        ("model.layers.0.mlp.down_proj", 32),
+        ("model.layers.1.mlp.down_proj", 16),
+        ("model.layers.0.mlp.down_proj.inner", 64),
+        ("down_proj", 32),
+    ],
+)
+def test_block_of_a_checkpoints_layer(prefix: str, block: int) -> None:
+    config = W8A8Config.from_config(NATIVE | BLOCKS_OF_LAYERS)
+    config.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    for read in (config, pickle.loads(pickle.dumps(config))):
+        assert read._hadamard_of(prefix) == block
+
+
+def test_blocks_follow_the_renaming_of_weights() -> None:
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    config = W8A8Config.from_config(NATIVE | BLOCKS_OF_LAYERS)
+    config.apply_vllm_mapper(WeightsMapper(orig_to_new_prefix={"model.": "language_model.model."}))
+    assert config._hadamard_of("language_model.model.layers.1.mlp.down_proj") == 16
+    assert config._hadamard_of("language_model.model.layers.2.mlp.down_proj") == 32
+
+
+def test_parts_of_a_fused_layer_share_a_block() -> None:
+    config = W8A8Config.from_config(NATIVE | {"hadamard": 64, "hadamard_blocks": {"k_proj": 32}})
+    config.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    with pytest.raises(ValueError, match=r"qkv_proj: vLLM fuses layers whose Hadamard blocks differ .* \[32, 64\]"):
+        config._hadamard_of("model.layers.0.self_attn.qkv_proj")
+
+
+@pytest.mark.parametrize(("value", "hadamard"), [(None, "auto"), ("", "auto"), ("Auto", "auto"), ("0", 0), ("128", 128)])
+def test_variable_decides_online(value: str | None, hadamard: str | int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if value is not None:
+        monkeypatch.setenv("VLLM_W8A8_HADAMARD", value)
+    assert W8A8Config().hadamard == hadamard
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "value", "refused"),
+    [
+        (NATIVE, "0", False),
+        (NATIVE, "auto", False),
+        (NATIVE, "64", True),
+        (NATIVE | {"hadamard": 64}, "auto", False),
+        (NATIVE | {"hadamard": 64}, "64", False),
+        (NATIVE | {"hadamard": 64}, "0", True),
+        (NATIVE | {"hadamard": 64}, "32", True),
+        (NATIVE | BLOCKS_OF_LAYERS, "auto", False),
+        (NATIVE | BLOCKS_OF_LAYERS, "64", True),
+        (COMPRESSED_TENSORS, "auto", False),
+        (COMPRESSED_TENSORS, "0", False),
+        (COMPRESSED_TENSORS, "16", True),
+    ],
+)
+def test_variable_must_not_contradict_a_checkpoint(
+    checkpoint: dict, value: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_W8A8_HADAMARD", value)
+    if refused:
+        held = checkpoint.get("hadamard", 0)
+        with pytest.raises(ValueError, match=f"VLLM_W8A8_HADAMARD={value}, but .* quantized with hadamard {held}"):
+            W8A8Config.from_config(checkpoint)
+    else:
+        assert W8A8Config.from_config(checkpoint).hadamard == checkpoint.get("hadamard", 0)
+
+
+def test_graphs_of_other_blocks_have_other_cache_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a checkpoint by its config, online by the variable."""
+    import vllm.envs
+    from vllm.config import ModelConfig
+
+    from vllm_w8a8_plugin import register
+
+    register()
+    folders = {block: model_folder(tmp_path / str(block), NATIVE | {"hadamard": block}) for block in (0, 64)}
+    # The folder's name is part of the key, too: it must not be what tells them apart.
+    hashes = set()
+    for block in (0, 64):
+        served = (tmp_path / "served").absolute()
+        served.unlink(missing_ok=True)
+        served.symlink_to(folders[block])
+        hashes.add(ModelConfig(str(served), skip_tokenizer_init=True).compute_hash())
+    assert len(hashes) == 2
+    factors = []
+    for value in ("0", "auto"):
+        monkeypatch.setenv("VLLM_W8A8_HADAMARD", value)
+        factors.append(vllm.envs.compile_factors()["VLLM_W8A8_HADAMARD"])
+    assert factors[0] != factors[1]
 
 
 @pytest.mark.parametrize(
@@ -113,6 +230,7 @@ def test_warns_of_skip_patterns_that_match_nothing(monkeypatch: pytest.MonkeyPat
     [
         ("VLLM_W8A8_KERNEL", "nonsense", "no such kernel. Known: triton"),
         ("VLLM_W8A8_KERNEL", "triton", "VLLM_W8A8_KERNEL=triton cannot run here: the Triton kernels need a GPU"),
+        ("VLLM_W8A8_HADAMARD", "48", "VLLM_W8A8_HADAMARD='48': expected auto, 0, 16, 32, 64 or 128"),
         ("VLLM_W8A8_FUSION", "perhaps", "VLLM_W8A8_FUSION='perhaps': expected 1 or 0"),
     ],
 )

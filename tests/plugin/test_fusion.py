@@ -133,8 +133,11 @@ def rows(m: int = 7, k: int = HIDDEN, dtype: torch.dtype = torch.bfloat16) -> to
 class DecoderLayer:
     """Attention replaced by its first projection; the last norm stands for the next layer's."""
 
-    def __init__(self, cls: type, dtype: torch.dtype, activation: bool) -> None:
+    def __init__(
+        self, cls: type, dtype: torch.dtype, activation: bool, blocks: tuple[int, int, int, int] = (0, 0, 0, 0)
+    ) -> None:
         torch.manual_seed(0)
+        self.blocks = blocks
         self.norms = [norm(cls, dtype=dtype, eps=eps) for eps in (1e-5, 1e-6, 3e-4)]
         self.offset = 1.0 if cls is GemmaRMSNorm else 0.0
         self.activation = SiluAndMul() if activation else lambda x: x[..., :INTERMEDIATE]
@@ -143,32 +146,35 @@ class DecoderLayer:
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         first, second, third = self.norms
-        h = int8_linear(first(x), *self.qkv)
+        qkv, gate_up, down, last = self.blocks
+        h = int8_linear(first(x), *self.qkv, hadamard=qkv)
         h, residual = second(h, x)
-        h = int8_linear(self.activation(int8_linear(h, *self.gate_up)), *self.down)
+        h = int8_linear(self.activation(int8_linear(h, *self.gate_up, hadamard=gate_up)), *self.down, hadamard=down)
         h, residual = third(h, residual)
-        return int8_linear(h, *self.next), residual
+        return int8_linear(h, *self.next, hadamard=last), residual
 
     def expected(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         def normed(i: int, h: torch.Tensor) -> torch.Tensor:
             return rms_norm_reference(h, self.norms[i].weight.data, self.norms[i].variance_epsilon, self.offset)
 
-        residual = x + int8_linear(normed(0, x), *self.qkv)
-        h = int8_linear(normed(1, residual), *self.gate_up)
+        qkv, gate_up, down, last = self.blocks
+        residual = x + int8_linear(normed(0, x), *self.qkv, hadamard=qkv)
+        h = int8_linear(normed(1, residual), *self.gate_up, hadamard=gate_up)
         h = silu_mul_reference(h) if isinstance(self.activation, SiluAndMul) else self.activation(h)
-        residual = int8_linear(h, *self.down) + residual
-        return int8_linear(normed(2, residual), *self.next), residual
+        residual = int8_linear(h, *self.down, hadamard=down) + residual
+        return int8_linear(normed(2, residual), *self.next, hadamard=last), residual
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("blocks", [(0, 0, 0, 0), (64, 64, 32, 64), (16, 0, 32, 64)], ids=["", "blocks", "many blocks"])
 @pytest.mark.parametrize(
     ("cls", "dtype"),
     [(RMSNorm, torch.bfloat16), (RMSNorm, torch.float16), (RMSNorm, torch.float32), (GemmaRMSNorm, torch.bfloat16)],
     ids=["bf16", "fp16", "fp32", "gemma"],
 )
-def test_decoder_layer(form: str, cls: type, dtype: torch.dtype) -> None:
-    """Everything is fused, and computes the reference's bits whatever the number of rows."""
-    layer = DecoderLayer(cls, dtype, activation=True)
+def test_decoder_layer(form: str, cls: type, dtype: torch.dtype, blocks: tuple[int, int, int, int]) -> None:
+    """Everything is fused, and computes the reference's bits whatever the number of rows and the quantizers' blocks."""
+    layer = DecoderLayer(cls, dtype, activation=True, blocks=blocks)
     recording = RecordingPass()
     with form_of_norms(form), pass_context(Range(1, 1024)), torch.no_grad():
         compiled = compile_with(recording, form, layer)
@@ -209,6 +215,46 @@ def test_readers_share_a_quantizer(form: str) -> None:
     h = rms_norm_reference(x, first.weight.data, EPS)
     for got, w in zip(results, (a, b), strict=True):
         assert torch.equal(got, int8_linear(h, *w))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("residual", [False, True], ids=["", "residual"])
+def test_readers_of_other_blocks_keep_their_quantizers(form: str, residual: bool) -> None:
+    """One kernel cannot quantize with two blocks: the norm stays, and readers of one block share its quantizer."""
+    first, layers = norm(), [weight(48, HIDDEN), weight(32, HIDDEN), weight(16, HIDDEN)]
+    blocks = (64, 16, 64)
+
+    def forward(x):
+        h = first(x, 2 * x)[0] if residual else first(x)
+        return [int8_linear(h, *layer, hadamard=block) for layer, block in zip(layers, blocks, strict=True)]
+
+    x = rows()
+    recording, results = run(form, forward, x)
+    assert recording.fused() == {}
+    assert (recording.norms(), recording.quantizers()) == (1, 2)
+    h = first(x, 2 * x)[0] if residual else first(x)
+    for got, layer, block in zip(results, layers, blocks, strict=True):
+        wanted = int8_linear(h, *layer, hadamard=block)
+        assert (got - wanted).norm() <= 2e-2 * wanted.norm()
+
+
+def codes_of_norm(form: str, first: torch.nn.Module, block: int, x: torch.Tensor) -> tuple[dict[str, int], list]:
+    recording, results = run(form, lambda x: torch.ops.w8a8.quantize(first(x), block), x)
+    return recording.fused(), results
+
+
+@pytest.mark.parametrize("block", [0, 16, 32, 64])
+def test_same_codes_with_and_without_the_pass(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp32, where vLLM's norm and the fused op round in the same places but for the order of one sum."""
+    first, x = norm(dtype=torch.float32), rows(dtype=torch.float32)
+    fused, (codes, scale) = codes_of_norm("ir", first, block, x)
+    assert fused == {"rms_norm_quantize": 1}
+    monkeypatch.setattr(fusion, "fuse", lambda graph: None)
+    unfused, (other_codes, other_scale) = codes_of_norm("ir", first, block, x)
+    assert unfused == {}
+    assert torch.allclose(scale, other_scale, rtol=1e-6)
+    assert (codes != other_codes).double().mean() <= 1e-2
+    assert (codes.int() - other_codes.int()).abs().max() <= 1
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -377,6 +423,6 @@ def test_part_of_the_cache_keys(vllm_config: VllmConfig) -> None:
 
 def test_copies_and_pickles() -> None:
     ours = fusion.FusionPass(fusion.FusionPass())
-    fusion._patterns(torch.bfloat16)
+    fusion._patterns(torch.bfloat16, 64)
     for other in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
         assert other.uuid() == ours.uuid()

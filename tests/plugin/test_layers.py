@@ -76,10 +76,10 @@ def check_checkpoint_rows(rank: int, world: int) -> None:
 def check_online_scales(rank: int, world: int) -> None:
     """The codes and scales of every rank are its part of what the whole matrix gives."""
     from vllm_w8a8_plugin.config import W8A8Config
-    from w8a8_converters.quantize import quantize_weight
+    from w8a8_kernels.quantize.weight import quantize_weight
 
     os.environ["VLLM_W8A8_KERNEL"] = "torch"  # the reference reads the weight as it is, so that it stays to be looked at
-    config = W8A8Config()
+    config = W8A8Config(hadamard=0)
     generator = torch.Generator().manual_seed(0)
     for kind, pieces in PIECES.items():
         layer = build(config, kind)
@@ -102,7 +102,7 @@ def check_against_stock(rank: int, world: int) -> None:
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 
     from vllm_w8a8_plugin.config import W8A8Config
-    from w8a8_converters.quantize import quantize_weight
+    from w8a8_kernels.quantize.weight import quantize_weight
 
     generator = torch.Generator().manual_seed(1)
     codes, scale = quantize_weight(torch.randn(HIDDEN, INTERMEDIATE, generator=generator))

@@ -30,6 +30,7 @@ class Run:
     most: int
     dtype: torch.dtype
     fused: bool
+    hadamard: int
 
     def summary(self) -> tuple:
         return (*self.weight.shape, self.bias is not None, self.most, self.dtype, self.fused)
@@ -92,7 +93,7 @@ def load_and_finish(layer: torch.nn.Module, online: bool = False) -> None:
 
 @pytest.mark.parametrize("online", [False, True])
 def test_runs_on_the_layers_own_weight(vllm_config: VllmConfig, runs: list[Run], online: bool) -> None:
-    layer = build(W8A8Config() if online else W8A8Config.from_config(NATIVE), bias=True)
+    layer = build(W8A8Config(hadamard=0) if online else W8A8Config.from_config(NATIVE), bias=True)
     load_and_finish(layer, online)
     # To the end of the bucket of 1500 rows, without the bias and with it.
     assert [run.summary() for run in runs] == [(N, K, bias, 2048, torch.bfloat16, True) for bias in (False, True)]
@@ -129,6 +130,13 @@ def test_each_shape_once_and_one_line(vllm_config: VllmConfig, runs: list[Run], 
     assert len(runs) == 3
     (line,) = (line for line in said if "variants" in line)
     assert line.startswith("INFO Compiled 9 kernel variants, or loaded them from Triton's cache, in ")
+
+
+def test_each_hadamard_block_runs(vllm_config: VllmConfig, runs: list[Run]) -> None:
+    for hadamard in (0, 64, 16, 64):
+        load_and_finish(build(W8A8Config.from_config(NATIVE | {"hadamard": hadamard})))
+    load_and_finish(build(W8A8Config(hadamard="auto")), online=True)
+    assert [run.hadamard for run in runs] == [0, 64, 16]
 
 
 def test_other_limits_run_again(vllm_config: VllmConfig, runs: list[Run]) -> None:

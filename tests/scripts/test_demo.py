@@ -36,14 +36,14 @@ def test_the_key_of_a_conversion(tmp_path):
     code.mkdir()
     source.write_bytes(b"1234")
     (code / "a.py").write_text("1")
-    first = demo.conversion_key(["convert"], source, code)
-    assert demo.conversion_key(["convert"], source, code) == first
-    assert demo.conversion_key(["convert", "--skip"], source, code) != first
+    first = demo.conversion_key(["convert"], source, [code])
+    assert demo.conversion_key(["convert"], source, [code]) == first
+    assert demo.conversion_key(["convert", "--skip"], source, [code]) != first
     source.write_bytes(b"12345")
-    other_source = demo.conversion_key(["convert"], source, code)
+    other_source = demo.conversion_key(["convert"], source, [code])
     assert other_source != first
     (code / "a.py").write_text("2")
-    assert demo.conversion_key(["convert"], source, code) != other_source
+    assert demo.conversion_key(["convert"], source, [code]) != other_source
 
 
 def test_free_port_can_be_bound():

@@ -33,6 +33,7 @@ class GGUFSource:
         architecture = load_architecture(self._file)
         self._tensor_of: dict[str, GGUFTensor] = {}
         self._order_of: dict[str, Tensor] = {}
+        self._plus_one: set[str] = set()
         unknown = []
         for tensor in self._file.tensors.values():
             check_type(tensor.name, tensor.type)
@@ -43,6 +44,8 @@ class GGUFSource:
                 unknown.append(tensor.name)
                 continue
             self._tensor_of[name] = tensor
+            if architecture.is_stored_plus_one(tensor.name):
+                self._plus_one.add(name)
             order = architecture.row_order(tensor.name)
             if order is not None:
                 if len(order) != tensor.shape[0]:
@@ -74,6 +77,10 @@ class GGUFSource:
         }
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
+        values = self._stored_rows(name, start, stop)
+        return values - 1 if name in self._plus_one else values
+
+    def _stored_rows(self, name: str, start: int, stop: int) -> Tensor:
         tensor = self._tensor_of[name]
         packed = self._file.packed_rows(tensor)
         if len(tensor.shape) == 1:

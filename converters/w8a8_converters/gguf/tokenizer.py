@@ -11,6 +11,10 @@ from w8a8_converters.errors import ConversionError
 from w8a8_converters.gguf.reader import GGUFFile
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # tokenizer.ggml.token_type
+# Control tokens that end a text whatever the metadata names as its end: an instruction-tuned Gemma names <end_of_turn>.
+_ALWAYS_END = ("<eos>",)
+# Those that end it where the chat template closes a turn with them. Gemma's metadata may name <eos> alone.
+_TURN_ENDS = ("<end_of_turn>",)
 
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -114,10 +118,11 @@ def build_tokenizer(file: GGUFFile) -> TokenizerFiles:
     }
     if context := file.metadata.get(f"{file.required('general.architecture')}.context_length"):
         config["model_max_length"] = context
-    if template := _chat_template(file):
+    template = _chat_template(file)
+    if template:
         config["chat_template"] = template
 
-    end_of_text = list(dict.fromkeys(ids[role] for role in ("eos", "eot", "eom") if role in ids))
+    end_of_text = _end_tokens(file, vocabulary, ids, template)
     special_ids = {f"{role}_token_id": ids[role] for role in ("bos", "eos", "pad") if role in ids}
     generation_ids: dict[str, int | list[int]] = dict(special_ids)
     if len(end_of_text) > 1:
@@ -195,6 +200,19 @@ def _special_ids(file: GGUFFile, n_tokens: int, model: str) -> dict[str, int]:
         if not 0 <= index < n_tokens:
             raise ConversionError(f"{file.path}: the {role} token id is {index}, the vocabulary has {n_tokens} tokens")
     return ids
+
+
+def _end_tokens(
+    file: GGUFFile, vocabulary: dict[str, int], ids: dict[str, int], template: str | list[dict[str, str]] | None
+) -> list[int]:
+    """The ids at which generation stops, the one of config.json first."""
+    templates = template if isinstance(template, list) else [{"template": template or ""}]
+    implied = [token for token in _TURN_ENDS if any(token in one["template"] for one in templates)]
+    types = file.metadata.get("tokenizer.ggml.token_type", [])
+    found = (vocabulary[token] for token in (*_ALWAYS_END, *implied) if token in vocabulary)
+    ends = [ids[role] for role in ("eos", "eot", "eom") if role in ids]
+    ends += [index for index in found if index < len(types) and types[index] in (_CONTROL, _USER_DEFINED)]
+    return list(dict.fromkeys(ends))
 
 
 def _chat_template(file: GGUFFile) -> str | list[dict[str, str]] | None:

@@ -120,12 +120,15 @@ def rms_norm_quantize_kernel(
             b_amax = tl.maximum(b_amax, amax_bits(transform(b_y, ROWS, BLOCK_K, HADAMARD, b_signs)))
 
     b_scale, b_stored_scale, b_coded = row_scale(b_amax, HADAMARD)
-    b_factor, b_multiply = row_reciprocal(b_amax, b_scale, b_coded, DIVIDE)
+    store_scale(scale_ptr, b_stored_scale, M, ROWS)
+    b_factor, b_multiply, multiply_all = row_reciprocal(b_amax, b_scale, b_coded, DIVIDE)
     if CHUNKS > 0:
         for i in tl.static_range(CHUNKS):
             o_m, o_k, mask = tile_offsets(M, K, i * BLOCK_K, ROWS, BLOCK_K)
             tl.store(
-                codes_ptr + o_m * K + o_k, encode(transformed[i], b_scale, b_coded, b_factor, b_multiply, HADAMARD), mask=mask
+                codes_ptr + o_m * K + o_k,
+                encode(transformed[i], b_scale, b_coded, b_factor, b_multiply, multiply_all, HADAMARD),
+                mask=mask,
             )
     else:
         for i_k in range(0, K, BLOCK_K):
@@ -134,8 +137,11 @@ def rms_norm_quantize_kernel(
             b_weight = tl.load(weight_ptr + o_k, mask=o_k < K, other=0.0)
             b_y = normalize(b_x, b_rstd, b_weight, weight_offset)
             b_y = transform(b_y, ROWS, BLOCK_K, HADAMARD, b_signs)
-            tl.store(codes_ptr + o_m * K + o_k, encode(b_y, b_scale, b_coded, b_factor, b_multiply, HADAMARD), mask=mask)
-    store_scale(scale_ptr, b_stored_scale, M, ROWS)
+            tl.store(
+                codes_ptr + o_m * K + o_k,
+                encode(b_y, b_scale, b_coded, b_factor, b_multiply, multiply_all, HADAMARD),
+                mask=mask,
+            )
 
 
 def _launch(

@@ -133,7 +133,7 @@ def row_scale(b_amax_bits, HADAMARD: tl.constexpr):
 
 @triton.jit
 def row_reciprocal(b_amax_bits, b_scale, b_coded, DIVIDE: tl.constexpr):
-    """Factor [ROWS] with which `encode` may multiply instead of dividing by `b_scale`, and the rows for which it may.
+    """Factor [ROWS] with which `encode` may multiply instead of dividing by `b_scale`; for which rows; whether for all.
 
     An IEEE division is a dozen instructions and a branch; one multiplication per element gives the same codes, because x and
     amax are bf16 or fp16, that is, have p <= 11 significant bits. Write |x| = X 2^a and amax = A 2^(a+d) with integers X and A
@@ -155,23 +155,27 @@ def row_reciprocal(b_amax_bits, b_scale, b_coded, DIVIDE: tl.constexpr):
     significant bits: there, a quotient within 2^-19 of the middle of two codes may become the other one, always the same.
     """
     if DIVIDE:
-        return b_scale, b_scale < 0.0
+        return b_scale, b_scale < 0.0, False
     b_half = tl.div_rn(b_amax_bits.to(tl.float32, bitcast=True) * 0.5, b_scale)
     b_scale_bits = b_scale.to(tl.int32, bitcast=True)
     power_of_two = (b_scale_bits & SIGNIFICAND_BITS) == 0
     b_factor = tl.div_rn(1.0, b_scale)
     b_factor = tl.where(power_of_two, b_factor, b_factor * tl.where(b_half < 63.5, NUDGE_DOWN, NUDGE_UP))
     long_or_exact = power_of_two | ((b_scale_bits & LONG_SIGNIFICAND_BITS) != 0)
-    return b_factor, b_coded & (b_scale >= MIN_RECIPROCAL_SCALE) & long_or_exact
+    b_multiply = b_coded & (b_scale >= MIN_RECIPROCAL_SCALE) & long_or_exact
+    return b_factor, b_multiply, tl.min(b_multiply.to(tl.int32), axis=0) != 0
 
 
 @triton.jit
-def encode(b_x, b_scale, b_coded, b_factor, b_multiply, HADAMARD: tl.constexpr):
+def encode(b_x, b_scale, b_coded, b_factor, b_multiply, multiply_all, HADAMARD: tl.constexpr):
     """Codes int8 of b_x [ROWS, BLOCK_K]; the other arguments come from `row_scale` and `row_reciprocal`."""
     b_x = b_x.to(tl.float32)
-    if tl.min(b_multiply.to(tl.int32), axis=0) != 0:
+    if multiply_all:
         # No clamp: |x| <= amax, so that the product is at most 127 (1 + 2^-19).
-        b_sum = tl.fma(b_x, tl.broadcast_to(b_factor[:, None], b_x.shape), tl.full(b_x.shape, ROUND_MAGIC, tl.float32))
+        if HADAMARD > 0:
+            b_sum = tl.fma(b_x, tl.broadcast_to(b_factor[:, None], b_x.shape), tl.full(b_x.shape, ROUND_MAGIC, tl.float32))
+        else:
+            b_sum = b_x * b_factor[:, None] + ROUND_MAGIC
         b_codes = b_sum.to(tl.int32, bitcast=True).to(tl.int8)
     else:
         b_q = tl.div_rn(b_x, b_scale[:, None])
@@ -234,20 +238,26 @@ def quantize_row_kernel(
             b_amax = tl.maximum(b_amax, amax_bits(transform(b_x, ROWS, BLOCK_K, HADAMARD, b_signs)))
 
     b_scale, b_stored_scale, b_coded = row_scale(b_amax, HADAMARD)
-    b_factor, b_multiply = row_reciprocal(b_amax, b_scale, b_coded, DIVIDE)
+    store_scale(scale_ptr, b_stored_scale, M, ROWS)
+    b_factor, b_multiply, multiply_all = row_reciprocal(b_amax, b_scale, b_coded, DIVIDE)
     if CHUNKS > 0:
         for i in tl.static_range(CHUNKS):
             o_m, o_k, mask = tile_offsets(M, K, i * BLOCK_K, ROWS, BLOCK_K)
             tl.store(
-                codes_ptr + o_m * K + o_k, encode(transformed[i], b_scale, b_coded, b_factor, b_multiply, HADAMARD), mask=mask
+                codes_ptr + o_m * K + o_k,
+                encode(transformed[i], b_scale, b_coded, b_factor, b_multiply, multiply_all, HADAMARD),
+                mask=mask,
             )
     else:
         for i_k in range(0, K, BLOCK_K):
             o_m, o_k, mask = tile_offsets(M, K, i_k, ROWS, BLOCK_K)
             b_x = tl.load(x_ptr + o_m * x_row_stride + o_k, mask=mask, other=0.0)
             b_y = transform(b_x, ROWS, BLOCK_K, HADAMARD, b_signs)
-            tl.store(codes_ptr + o_m * K + o_k, encode(b_y, b_scale, b_coded, b_factor, b_multiply, HADAMARD), mask=mask)
-    store_scale(scale_ptr, b_stored_scale, M, ROWS)
+            tl.store(
+                codes_ptr + o_m * K + o_k,
+                encode(b_y, b_scale, b_coded, b_factor, b_multiply, multiply_all, HADAMARD),
+                mask=mask,
+            )
 
 
 def launch_options(pdl: bool) -> dict:

@@ -74,20 +74,26 @@ def silu_mul_quantize_kernel(
             b_amax = tl.maximum(b_amax, amax_bits(transform(b_y, ROWS, BLOCK_K, HADAMARD, b_signs)))
 
     b_scale, b_stored_scale, b_coded = row_scale(b_amax, HADAMARD)
-    b_factor, b_multiply = row_reciprocal(b_amax, b_scale, b_coded, DIVIDE)
+    store_scale(scale_ptr, b_stored_scale, M, ROWS)
+    b_factor, b_multiply, multiply_all = row_reciprocal(b_amax, b_scale, b_coded, DIVIDE)
     if CHUNKS > 0:
         for i in tl.static_range(CHUNKS):
             o_m, o_k, mask = tile_offsets(M, K, i * BLOCK_K, ROWS, BLOCK_K)
             tl.store(
-                codes_ptr + o_m * K + o_k, encode(transformed[i], b_scale, b_coded, b_factor, b_multiply, HADAMARD), mask=mask
+                codes_ptr + o_m * K + o_k,
+                encode(transformed[i], b_scale, b_coded, b_factor, b_multiply, multiply_all, HADAMARD),
+                mask=mask,
             )
     else:
         for i_k in range(0, K, BLOCK_K):
             o_m, o_k, mask = tile_offsets(M, K, i_k, ROWS, BLOCK_K)
             b_y = load_silu_mul(x_ptr, o_m, o_k, mask, K, x_row_stride)
             b_y = transform(b_y, ROWS, BLOCK_K, HADAMARD, b_signs)
-            tl.store(codes_ptr + o_m * K + o_k, encode(b_y, b_scale, b_coded, b_factor, b_multiply, HADAMARD), mask=mask)
-    store_scale(scale_ptr, b_stored_scale, M, ROWS)
+            tl.store(
+                codes_ptr + o_m * K + o_k,
+                encode(b_y, b_scale, b_coded, b_factor, b_multiply, multiply_all, HADAMARD),
+                mask=mask,
+            )
 
 
 def silu_mul_quantize_row(

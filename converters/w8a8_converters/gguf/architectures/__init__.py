@@ -7,7 +7,7 @@ from w8a8_converters.gguf.architectures.base import Architecture
 from w8a8_converters.gguf.reader import GGUFFile
 
 # general.architecture -> module of this package with a class `Model`.
-ARCHITECTURES = {"llama": "llama"}
+ARCHITECTURES = {"gemma3": "gemma3", "llama": "llama"}
 
 
 def load_architecture(file: GGUFFile) -> Architecture:

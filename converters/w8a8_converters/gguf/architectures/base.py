@@ -24,6 +24,7 @@ class Architecture(ABC):
         optional: those of both that a file may lack.
         metadata_tensors: tensors that hold settings, read by `config` and not converted.
         known_keys: metadata under the architecture's prefix that `config` reads or that do not change the result.
+        stored_plus_one: GGUF names as in the two tables of norms whose file holds 1 + weight.
     """
 
     model_tensors: ClassVar[Mapping[str, str]]
@@ -31,6 +32,7 @@ class Architecture(ABC):
     optional: ClassVar[frozenset[str]]
     metadata_tensors: ClassVar[frozenset[str]]
     known_keys: ClassVar[frozenset[str]]
+    stored_plus_one: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
@@ -58,6 +60,11 @@ class Architecture(ABC):
             layer, inner = int(match[1]), self.layer_tensors.get(match[2])
             return f"model.layers.{layer}.{inner}" if inner and layer < self.n_layers else None
         return self.model_tensors.get(name)
+
+    def is_stored_plus_one(self, name: str) -> bool:
+        """Whether 1 must be subtracted from the values of a GGUF tensor."""
+        match = _LAYER.fullmatch(name)
+        return (match[2] if match else name) in self.stored_plus_one
 
     def required_tensors(self) -> Iterator[str]:
         """GGUF names without which the model is incomplete."""

@@ -1,0 +1,108 @@
+"""W8A8 in any torch model, without vLLM: a drop-in for `torch.nn.Linear`, and a function that puts it in place.
+
+For inference: there is no gradient.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from w8a8_kernels.hadamard import AUTO, check_block, chosen_block, parse_choice
+from w8a8_kernels.names import is_row_parallel, name_matcher
+from w8a8_kernels.ops import int8_linear
+from w8a8_kernels.quantize.weight import quantize_weight
+
+DEFAULT_SKIP = ("lm_head", r"re:.*embed")
+
+
+class W8A8Linear(torch.nn.Module):
+    """Linear layer with int8 weights whose input is quantized per token.
+
+    Buffers: `weight` [out_features, in_features] int8 and `weight_scale` [out_features, 1] fp32, both zero until they are
+    loaded. A state_dict does not say the block: load it into a module that was made with the same.
+
+    Args:
+        in_features, out_features: as in `torch.nn.Linear`.
+        bias: [out_features] floating, or None.
+        hadamard: size of the blocks that are transformed before the input is quantized, a divisor of `in_features`; 0: none.
+        device: of the buffers.
+
+    Raises:
+        ValueError: no such block fits.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: torch.nn.Parameter | None = None,
+        hadamard: int = 0,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        check_block(hadamard, in_features, "W8A8Linear")
+        self.in_features, self.out_features, self.hadamard = in_features, out_features, hadamard
+        self.register_buffer("weight", torch.zeros(out_features, in_features, dtype=torch.int8, device=device))
+        self.register_buffer("weight_scale", torch.zeros(out_features, 1, device=device, dtype=torch.float32))
+        self.register_parameter("bias", bias)
+
+    @classmethod
+    def from_linear(cls, linear: torch.nn.Linear, hadamard: str | int = AUTO, *, row_parallel: bool = False) -> "W8A8Linear":
+        """Quantize a layer. Its bias is shared, not copied.
+
+        Args:
+            linear: weight bf16, fp16 or fp32; it is not changed.
+            hadamard: `"auto"`, 0 or the largest block to use (`w8a8_kernels.hadamard.chosen_block`).
+            row_parallel: what `"auto"` asks about the layer: whether tensor parallelism would cut its input.
+
+        Raises:
+            ValueError: `hadamard` is no such choice, or the weight holds NaN or inf.
+        """
+        block = chosen_block(parse_choice(hadamard), linear.in_features, row_parallel=row_parallel)
+        codes, scale = quantize_weight(linear.weight.detach(), hadamard=block)
+        module = cls(linear.in_features, linear.out_features, linear.bias, block, device="meta")
+        module.weight, module.weight_scale = codes, scale
+        return module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in_features] bf16, fp16 or fp32; returns [..., out_features] in its dtype."""
+        return int8_linear(x, self.weight, self.weight_scale, self.bias, hadamard=self.hadamard)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"hadamard={self.hadamard}"
+        )
+
+
+def quantize_module(model: torch.nn.Module, skip: Sequence[str] = DEFAULT_SKIP, hadamard: str | int = AUTO) -> list[str]:
+    """Replace the `torch.nn.Linear` layers inside a model, in place, one after the other.
+
+    Subclasses of Linear stay as they are: what they do besides is not known here.
+
+    Args:
+        model: any module that holds Linear layers.
+        skip: patterns of names to leave alone, as `vllm-w8a8 convert --skip` takes them. Given, they replace the default,
+            which is lm_head and whatever has a name with `embed` in it.
+        hadamard: as in `W8A8Linear.from_linear`; which layers are row-parallel is told from their names.
+
+    Returns:
+        names of the replaced layers. A layer that the model holds under several names is quantized once.
+
+    Raises:
+        ValueError: a pattern is malformed, `hadamard` is no choice, or a weight holds NaN or inf.
+    """
+    hadamard = parse_choice(hadamard)
+    matchers = [name_matcher(pattern) for pattern in skip]
+    names_of: dict[torch.nn.Linear, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name and type(module) is torch.nn.Linear and not any(matches(name) for matches in matchers):
+            names_of.setdefault(module, []).append(name)
+    groups = list(names_of.values())
+    del names_of, module  # no reference but the model's, so that each layer goes when its successor has come
+    for names in groups:
+        quantized = W8A8Linear.from_linear(model.get_submodule(names[0]), hadamard, row_parallel=is_row_parallel(names[0]))
+        for name in names:
+            parent, _, last = name.rpartition(".")
+            setattr(model.get_submodule(parent), last, quantized)
+    return [name for names in groups for name in names]
