@@ -84,6 +84,7 @@ def convert(
         def plan_for(source: Source, hadamard: str | int | None) -> Plan:
             return make_plan(source, FORMATS[format], skip, quantize_lm_head, max_shard_size, hadamard)
 
+        _check_values(plan, source, progress)
         folded = fold(source, folding, hadamard, plan_for, progress)
         source, plan = folded.source, plan_for(folded.source, folded.hadamard)
         _check_disk(plan, source, out)

@@ -282,6 +282,16 @@ def test_bad_calibration_text(word_model, tmp_path, text):
         convert(src, tmp_path / "out", folding=FoldingOptions(equalize=True, calibration=tmp_path / "bad.txt"))
 
 
+def test_damaged_weights_are_told_before_the_model_runs(word_model, tmp_path):
+    src, model = word_model()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 5] = float("nan")
+    model.save_pretrained(src)
+    for folding in (FoldingOptions(equalize=True), FoldingOptions(rotate=True), FoldingOptions(quality="auto")):
+        with pytest.raises(ConversionError, match=r"layers\.1\.mlp\.up_proj\.weight .* holds NaN"):
+            convert(src, tmp_path / "out", folding=folding)
+
+
 def test_nothing_is_left_where_it_is_interrupted(word_model, tmp_path, monkeypatch):
     src, _ = word_model()
 
