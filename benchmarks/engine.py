@@ -24,7 +24,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gpu_timing import RESULTS, provenance
+from gpu_timing import RESULTS, STOCK_INT8, provenance
 
 PROMPT_TOKENS, DECODE_PROMPT_TOKENS = 1024, 128
 FEW_TOKENS, MANY_TOKENS = 32, 160
@@ -72,18 +72,6 @@ MODELS = {
         "num_hidden_layers": 2,
         "vocab_size": 1024,
         "tie_word_embeddings": True,
-    },
-}
-STOCK_INT8 = {
-    "quant_method": "compressed-tensors",
-    "format": "int-quantized",
-    "ignore": ["lm_head"],
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False},
-            "input_activations": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True},
-        }
     },
 }
 

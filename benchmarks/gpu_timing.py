@@ -16,6 +16,20 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 COPIES = 20
 
+# `quantization_config` of a checkpoint that vLLM serves in int8 without this plugin.
+STOCK_INT8 = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False},
+            "input_activations": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True},
+        }
+    },
+}
+
 
 def copy_bandwidth() -> float:
     """Bytes per second, read and written, of large device-to-device copies, by the driver or by a kernel: the faster.

@@ -17,7 +17,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from gpu_timing import RESULTS, provenance
+from gpu_timing import RESULTS, STOCK_INT8, provenance
 
 DEPTHS = (2, 6)
 BATCH = 8
@@ -41,18 +41,6 @@ CONFIG = {
     "hidden_act": "silu",
     "attention_bias": False,
     "torch_dtype": "bfloat16",
-}
-STOCK_INT8 = {
-    "quant_method": "compressed-tensors",
-    "format": "int-quantized",
-    "ignore": ["lm_head"],
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False},
-            "input_activations": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True},
-        }
-    },
 }
 
 # Entries of config.json, arguments of LLM, environment.
