@@ -48,6 +48,7 @@ class W8A8Config(QuantizationConfig):
         self.hadamard = parse_choice(hadamard)
         self.hadamard_blocks = dict(hadamard_blocks or {})
         self._seen: set[str] = set()
+        self._blocks_used: set[str] = set()
 
     def __repr__(self) -> str:
         blocks = f", hadamard_blocks={self.hadamard_blocks}" if self.hadamard_blocks else ""
@@ -129,14 +130,18 @@ class W8A8Config(QuantizationConfig):
                 return UnquantizedLinearMethod()
             _fuse_when_compiled()
             hadamard = self._hadamard_of(prefix)
-            return W8A8OnlineLinearMethod(hadamard, self.warn_unmatched) if self.online else W8A8LinearMethod(hadamard)
+            return (
+                W8A8OnlineLinearMethod(hadamard, self.warn_unmatched)
+                if self.online
+                else W8A8LinearMethod(hadamard, self.check_blocks)
+            )
         if isinstance(layer, RoutedExperts):
             if not self.online and not self.rules.skips(prefix):
                 raise ValueError(f"{prefix}: int8 experts of a checkpoint are not supported yet; convert with --skip experts")
             log.once("experts of mixture-of-experts layers stay unquantized: not supported yet")
             return UnquantizedFusedMoEMethod(layer.moe_config)
         if isinstance(layer, ParallelLMHead) and not self.online and not self.rules.skips(prefix):
-            return W8A8LinearMethod(self._hadamard_of(prefix))
+            return W8A8LinearMethod(self._hadamard_of(prefix), self.check_blocks)
         return None
 
     def _hadamard_of(self, prefix: str) -> str | int:
@@ -145,6 +150,7 @@ class W8A8Config(QuantizationConfig):
 
         def of(part: str) -> str | int:
             name = f"{parent}.{part}" if parent else part
+            self._blocks_used |= {name, part}
             return self.hadamard_blocks.get(name, self.hadamard_blocks.get(part, self.hadamard))
 
         choices = {of(part) for part in self.packed_modules_mapping.get(last, [last])}
@@ -154,6 +160,20 @@ class W8A8Config(QuantizationConfig):
                 "convert it again"
             )
         return choices.pop()
+
+    def check_blocks(self) -> None:
+        """Raise ValueError if `hadamard_blocks` names a kind of layer that the model does not have in int8.
+
+        For when all layers are built. A name that matches nothing is a typing error, and its layer would compute garbage. Full
+        names may belong to another pipeline stage and are not checked.
+        """
+        lost = sorted(name for name in self.hadamard_blocks if "." not in name and name not in self._blocks_used)
+        if lost:
+            have = ", ".join(sorted(name for name in self._blocks_used if "." not in name))
+            raise ValueError(
+                f"quantization_config: hadamard_blocks names {', '.join(lost)}, but the int8 layers of this model are {have}. "
+                "Correct config.json, or convert the model again"
+            )
 
     def warn_unmatched(self) -> None:
         """Warn of skip patterns that match no linear layer. For when all layers are built; only the first call looks."""
@@ -206,6 +226,9 @@ def checkpoint_refusal(config: dict[str, Any]) -> str | None:
     blocks = config.get("hadamard_blocks", {})
     if not isinstance(blocks, dict) or any(type(block) is not int or block not in (0, *BLOCKS) for block in blocks.values()):
         return f"quantization_config has hadamard_blocks = {blocks!r}, expected names of layers with blocks of {BLOCKS} or 0"
+    ignore = config.get("ignore") or []
+    if not isinstance(ignore, list) or not all(isinstance(pattern, str) for pattern in ignore):
+        return f"quantization_config has ignore = {ignore!r}, expected a list of names or patterns"
     unknown = [key for key in config if key.startswith("hadamard") and key not in ("hadamard", "hadamard_blocks")]
     if unknown:
         return f"quantization_config has {unknown[0]}, which this version does not know: install a newer vllm-w8a8-plugin"

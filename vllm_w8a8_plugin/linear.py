@@ -24,11 +24,13 @@ class W8A8LinearMethod(LinearMethodBase):
 
     Args:
         hadamard: what the config says of the layer, one of `w8a8_kernels.hadamard.CHOICES`.
+        all_built: called when the model's layers are all there, once for each of them.
     """
 
-    def __init__(self, hadamard: str | int = 0) -> None:
+    def __init__(self, hadamard: str | int = 0, all_built: Callable[[], None] = lambda: None) -> None:
         super().__init__()
         self._hadamard = hadamard
+        self._all_built = all_built
 
     def create_weights(
         self,
@@ -89,6 +91,7 @@ class W8A8LinearMethod(LinearMethodBase):
         """Repack the weight where the device's kernel wants that; on a GPU, compile what the layer can reach."""
         if layer.weight is None:
             return  # packed before
+        self._all_built()
         choice = select_scaled_mm(device_facts(layer.weight.device))
         log.once(f"W8A8 linear layers run on {choice.kernel} ({choice.reason})")
         layer.packed_weight = pack_weight(layer.weight.data, layer.weight_scale.data, layer.w8a8_dtype)
@@ -109,11 +112,6 @@ class W8A8OnlineLinearMethod(W8A8LinearMethod):
 
     uses_meta_device = True
     _OTHER_BLOCK = envs.HADAMARD + "={block}"
-
-    def __init__(self, hadamard: str | int, all_built: Callable[[], None]) -> None:
-        """`all_built` is called when the model's layers are all there, once for each of them."""
-        super().__init__(hadamard)
-        self._all_built = all_built
 
     def create_weights(
         self,

@@ -1,6 +1,7 @@
-"""W8A8 in any torch model, without vLLM: a drop-in for `torch.nn.Linear`, and a function that puts it in place.
+"""W8A8 in torch models, without vLLM: a drop-in for `torch.nn.Linear`, and a function that puts it in place.
 
-For inference: there is no gradient.
+For inference: results have no gradient. Modules that read a layer's `weight` instead of calling it, as the fast path of
+`torch.nn.TransformerEncoderLayer` does, cannot have their layers replaced: skip them.
 """
 
 from collections.abc import Sequence
@@ -64,8 +65,23 @@ class W8A8Linear(torch.nn.Module):
         module.weight, module.weight_scale = codes, scale
         return module
 
+    def _apply(self, fn, recurse: bool = True) -> "W8A8Linear":
+        """Move or cast, as `.to` and `.half` do; the scale stays fp32."""
+        scale = self.weight_scale
+        super()._apply(fn, recurse)
+        if self.weight_scale.dtype != torch.float32:
+            self.weight_scale = scale.to(self.weight_scale.device)
+        return self
+
+    @torch.no_grad()
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., in_features] bf16, fp16 or fp32; returns [..., out_features] in its dtype."""
+        """x [..., in_features] bf16, fp16 or fp32; returns [..., out_features] in its dtype.
+
+        Raises:
+            ValueError: x has another width.
+        """
+        if x.shape[-1] != self.in_features:
+            raise ValueError(f"W8A8Linear: got x of shape {tuple(x.shape)}, expected [..., {self.in_features}]")
         return int8_linear(x, self.weight, self.weight_scale, self.bias, hadamard=self.hadamard)
 
     def extra_repr(self) -> str:
@@ -75,8 +91,8 @@ class W8A8Linear(torch.nn.Module):
         )
 
 
-def quantize_module(model: torch.nn.Module, skip: Sequence[str] = DEFAULT_SKIP, hadamard: str | int = AUTO) -> list[str]:
-    """Replace the `torch.nn.Linear` layers inside a model, in place, one after the other.
+def quantize_module(model: torch.nn.Module, skip: str | Sequence[str] = DEFAULT_SKIP, hadamard: str | int = AUTO) -> list[str]:
+    """Replace the `torch.nn.Linear` layers inside a model, in place, one after the other; an error stops there.
 
     Subclasses of Linear stay as they are: what they do besides is not known here.
 
@@ -93,6 +109,7 @@ def quantize_module(model: torch.nn.Module, skip: Sequence[str] = DEFAULT_SKIP, 
         ValueError: a pattern is malformed, `hadamard` is no choice, or a weight holds NaN or inf.
     """
     hadamard = parse_choice(hadamard)
+    skip = [skip] if isinstance(skip, str) else skip
     matchers = [name_matcher(pattern) for pattern in skip]
     names_of: dict[torch.nn.Linear, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):

@@ -160,3 +160,19 @@ def test_an_outlier_token_costs_nothing(hadamard: str | int) -> None:
     plain, outlier = (decibels(*planted(512, 4, channel=False, token=token), hadamard) for token in (False, True))
     assert abs(plain - outlier) < 0.5
     assert outlier > 30
+
+
+def test_trains_around_it_and_casts_around_its_scale() -> None:
+    """A float layer before it, in grad mode; half precision of the whole model; one pattern as a string; a wrong width."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 16, bias=False))
+    assert quantize_module(model, skip="0") == ["2"]
+    x = torch.randn(3, 32)
+    expected = model(x)
+    assert not expected.requires_grad
+    scale = model[2].weight_scale.clone()
+    model.half()
+    assert torch.equal(model[2].weight_scale, scale)
+    assert torch.allclose(model(x.half()).float(), expected, atol=2e-2)
+    with pytest.raises(ValueError, match=r"W8A8Linear: got x of shape \(3, 32\), expected \[\.\.\., 64\]"):
+        model[2](x)

@@ -248,3 +248,18 @@ def test_bad_switch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_W8A8_ENABLE", "maybe")
     with pytest.raises(ValueError, match="VLLM_W8A8_ENABLE='maybe': expected 1 or 0"):
         W8A8Config.override_quantization_method(COMPRESSED_TENSORS, None)
+
+
+def test_blocks_of_layers_that_are_not_there_are_refused() -> None:
+    native = {"quant_method": "w8a8", "weight_dtype": "int8", "scale_dtype": "fp32", "hadamard": 64}
+    config = W8A8Config.from_config(native | {"hadamard_blocks": {"o_prj": 32, "down_proj": 16}})
+    config.packed_modules_mapping = {}
+    assert config._hadamard_of("model.layers.0.mlp.down_proj") == 16
+    assert config._hadamard_of("model.layers.0.self_attn.o_proj") == 64
+    with pytest.raises(
+        ValueError, match="hadamard_blocks names o_prj, but the int8 layers of this model are down_proj, o_proj"
+    ):
+        config.check_blocks()
+    for ignore in ("lm_head", [1], {"a": 1}):
+        with pytest.raises(ValueError, match="expected a list of names or patterns"):
+            W8A8Config.from_config(native | {"ignore": ignore})
