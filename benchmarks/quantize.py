@@ -31,6 +31,7 @@ from w8a8_kernels.quantize import reference as ref
 from w8a8_kernels.quantize.rms_norm import add_rms_norm_quantize_row, rms_norm_quantize_row
 from w8a8_kernels.quantize.row import quantize_row
 from w8a8_kernels.quantize.silu_mul import silu_mul_quantize_row
+from w8a8_kernels.select import has_dependent_launch
 from w8a8_kernels.timing import MIN_CALLS, graph_us
 
 BATCH_SIZES = (1, 16, 64, 128, 512, 2048, 8192)
@@ -39,7 +40,6 @@ DTYPE = torch.bfloat16
 EPS = 1e-6
 MAX_CALLS = 500
 BLOCK = 64  # of the Hadamard transform
-PDL_CAPABILITY = (9, 0)
 
 # x [M, K] or [M, 2K], residual [M, K] or None, weight [K] or None.
 Inputs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
@@ -181,7 +181,7 @@ def measure(case: Case, M: int, K: int, ops: ModuleType | None, sweep: bool, ban
     n_cold = -(-4 * l2_bytes // bytes_moved)
     sets = [case.inputs(M, K) for _ in range(min(max(n_cold, MIN_CALLS), MAX_CALLS))]
     runs: dict[str, Callable[[Inputs], object]] = {}
-    pdl = torch.cuda.get_device_capability() >= PDL_CAPABILITY
+    pdl = has_dependent_launch(torch.cuda.get_device_capability())
     if sweep:
         for hadamard in (0, BLOCK):
             rule = quantize_config(M, K, DTYPE, case.held, hadamard)

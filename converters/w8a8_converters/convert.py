@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from w8a8_converters.checkpoint import HuggingFaceSource, Source, TensorInfo
+from w8a8_converters.checkpoint import HuggingFaceSource, Source, TensorInfo, write_side_files
 from w8a8_converters.errors import ConversionError
 from w8a8_converters.folding.options import FoldingOptions, fold
 from w8a8_converters.formats import FORMATS
@@ -188,13 +188,7 @@ def _write_step(step: Step, source: Source, writer: ShardWriter, report: Report,
 
 
 def _write_side_files(plan: Plan, source: Source, folder: Path, report: Report) -> None:
-    for name, content in source.side_files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if isinstance(content, bytes):
-            path.write_bytes(content)
-        else:
-            shutil.copyfile(content, path)
+    write_side_files(source, folder)
     _write_json(folder / "config.json", plan.config)
     if plan.format.name == "w8a8":
         _write_json(folder / QUANT_CONFIG_FILE, plan.quantization)

@@ -21,10 +21,10 @@ from w8a8_kernels.scaled_mm.onednn import has_onednn, pack_weight_onednn, scaled
 from w8a8_kernels.scaled_mm.reference import scaled_mm_reference
 from w8a8_kernels.select import (
     MAX_K,
-    MIN_DEPENDENT_LAUNCH_CAPABILITY,
     MIN_TRITON_CAPABILITY,
     Choice,
     Facts,
+    has_dependent_launch,
     select_quantize,
     select_scaled_mm,
 )
@@ -89,15 +89,11 @@ def measured_tile(device: torch.device, M: int, N: int, K: int) -> Tile:
     return tile_for(M, N, K, device_name=_device_name(device), capability=capability, num_sms=_num_sms(device))
 
 
-def _has_pdl(facts: Facts) -> bool:
-    return facts.capability is not None and facts.capability >= MIN_DEPENDENT_LAUNCH_CAPABILITY
-
-
 def _row_options(facts: Facts) -> dict | None:
     """Keyword arguments of the Triton row-wise kernels, or None where the reference in torch runs instead."""
     if select_quantize(facts).kernel != "triton":
         return None
-    return {"tensor_cores": facts.capability >= MIN_TRITON_CAPABILITY, "pdl": _has_pdl(facts)}
+    return {"tensor_cores": facts.capability >= MIN_TRITON_CAPABILITY, "pdl": has_dependent_launch(facts.capability)}
 
 
 def _quantize_cuda(x: torch.Tensor, hadamard: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,7 +162,7 @@ def _scaled_mm_cuda(
             num_sms=_num_sms(x.device),
             capability=facts.capability,
             tile=measured_tile(x.device, M, N, K),
-            pdl=_has_pdl(facts),
+            pdl=has_dependent_launch(facts.capability),
         )
     if kernel == "cutlass":
         return scaled_mm_cutlass(x, x_scale, weight, weight_scale, bias, out_dtype)

@@ -32,6 +32,11 @@ CUTLASS_ALIGNMENT = 16
 MAX_K = (2**31 - 1) // (128 * 127)
 
 
+def has_dependent_launch(capability: tuple[int, int] | None) -> bool:
+    """Whether kernels on such a device can be launched to overlap the end of the kernel before; None is a CPU."""
+    return capability is not None and capability >= MIN_DEPENDENT_LAUNCH_CAPABILITY
+
+
 @dataclass(frozen=True)
 class Facts:
     """What a device offers: `capability` is None for a CPU."""

@@ -17,6 +17,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from w8a8_kernels.select import has_dependent_launch
+
 CONFIG_DIR_VARIABLE = "VLLM_W8A8_CONFIG_DIR"
 CONFIG_DIR = Path(__file__).parent / "configs"
 MEASURED_KERNELS = ("triton", "cutlass")
@@ -114,7 +116,7 @@ def default_tile(M: int, N: int, K: int, *, num_sms: int, capability: tuple[int,
         split_k = 1 if K < 2048 else 4 if tiles * 4 <= num_sms else 2 if tiles * 2 <= num_sms else 1
         # One line lets the next kernel start later, which wins where the weight is large: 25.8 us instead of 27.1 for
         # 24576 x 4096 and one row.
-        prefetch = 0 if capability < (9, 0) or M > 64 else 512 if N * K <= 2**24 else 128
+        prefetch = 0 if not has_dependent_launch(capability) or M > 64 else 512 if N * K <= 2**24 else 128
         if M <= 16:
             tile = Tile(16, block_n, 256, 4, 3 if wide else 6, split_k, swap=True, prefetch=prefetch)
         elif M <= 64:

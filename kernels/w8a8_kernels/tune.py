@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from w8a8_kernels.select import MAX_K, MIN_DEPENDENT_LAUNCH_CAPABILITY, MIN_TRITON_CAPABILITY
+from w8a8_kernels.select import MAX_K, MIN_TRITON_CAPABILITY, has_dependent_launch
 from w8a8_kernels.tiles import (
     MIN_TMA_CAPABILITY,
     Tile,
@@ -97,7 +97,7 @@ def candidates(M: int, N: int, K: int, capability: tuple[int, int], num_sms: int
     M = bucket_of(M)
     first = default_tile(M, N, K, num_sms=num_sms, capability=capability)
     prefetches = (0,)
-    if capability >= MIN_DEPENDENT_LAUNCH_CAPABILITY:
+    if has_dependent_launch(capability):
         prefetches = (0, 128, 512) if N * K <= MAX_PREFETCH_SIZE else (0, 128)
     # Columns: block_m, block_n, block_k, num_warps, num_stages.
     if K % 16 != 0:
@@ -132,7 +132,7 @@ def candidates(M: int, N: int, K: int, capability: tuple[int, int], num_sms: int
         ]
         splits, swaps, prefetches = (1, 2), (False,), (0,)
     grid = [(*block, *rest) for block in blocks for rest in product(splits, swaps, prefetches)]
-    if capability >= MIN_DEPENDENT_LAUNCH_CAPABILITY and K % 16 == 0 and M <= 64 and N * K <= MAX_PREFETCH_SIZE:
+    if has_dependent_launch(capability) and K % 16 == 0 and M <= 64 and N * K <= MAX_PREFETCH_SIZE:
         blocks = [(max(M, 16), 64, 128, 4, 4), (max(M, 16), 64, 256, 4, 3), (max(M, 16), 64, 256, 4, 5)]
         grid += [
             (*block, split, M <= 32, 0, False, preload)
@@ -347,7 +347,7 @@ class Compilers(AbstractContextManager):
         Returns:
             the tiles that compile.
         """
-        pdl = _has_dependent_launch(self._capability)
+        pdl = has_dependent_launch(self._capability)
         futures = [self._pool.submit(_compile, N, K, tile, pdl) for tile in tiles]
         compiled = []
         for tile, future in zip(tiles, futures, strict=True):
@@ -357,10 +357,6 @@ class Compilers(AbstractContextManager):
             else:
                 log.warning("%s does not compile for %dx%d: %s", tile, N, K, refusal)
         return compiled
-
-
-def _has_dependent_launch(capability: tuple[int, int]) -> bool:
-    return capability >= MIN_DEPENDENT_LAUNCH_CAPABILITY
 
 
 class GpuMeasure(AbstractContextManager):
@@ -396,7 +392,7 @@ class GpuMeasure(AbstractContextManager):
         gpu, device = self._gpu, self._device
         tiles = self._compilers.compile(N, K, tiles)
         copies, n_calls = call_count(M, N, K, device)
-        pdl = _has_dependent_launch(gpu.capability)
+        pdl = has_dependent_launch(gpu.capability)
         sets = [
             (
                 torch.randn(M, K, dtype=DTYPE, device=device),

@@ -1,7 +1,6 @@
 """The text that activations are measured on, as token ids."""
 
 import json
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from w8a8_converters.checkpoint import Source
+from w8a8_converters.checkpoint import Source, write_side_files
 from w8a8_converters.errors import ConversionError
 
 # Written for this: prose, letters, code, tables, a few languages. No text that quality is measured on is in it.
@@ -93,12 +92,6 @@ def model_folder(source: Source) -> Iterator[Path]:
     """A temporary folder with config.json and the tokenizer's files, without weights."""
     with tempfile.TemporaryDirectory(prefix="w8a8-") as name:
         folder = Path(name)
-        for file, content in source.side_files.items():
-            path = folder / file
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if isinstance(content, bytes):
-                path.write_bytes(content)
-            else:
-                shutil.copyfile(content, path)
+        write_side_files(source, folder)
         (folder / "config.json").write_text(json.dumps(source.config), encoding="utf-8")
         yield folder

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from w8a8_kernels.launch import launch_options
 from w8a8_kernels.quantize.config import QuantizeConfig, quantize_config
 
 # Added to an fp32 of magnitude below 2^22, 1.5 * 2^23 rounds it to the nearest integer, ties to even, on every target and in
@@ -258,11 +259,6 @@ def quantize_row_kernel(
                 encode(b_y, b_scale, b_coded, b_factor, b_multiply, multiply_all, HADAMARD),
                 mask=mask,
             )
-
-
-def launch_options(pdl: bool) -> dict:
-    """Keyword arguments of a launch: Triton knows `launch_pdl` only for targets that have it, and not in the interpreter."""
-    return {"launch_pdl": True} if pdl else {}
 
 
 def kernel_options(config: QuantizeConfig, K: int, hadamard: int, tensor_cores: bool, pdl: bool) -> dict:

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from w8a8_kernels.quantize.row import launch_options
+from w8a8_kernels.launch import launch_options
 from w8a8_kernels.tiles import Tile, default_tile
 
 REDUCE_BLOCK_M, REDUCE_BLOCK_N = 16, 64

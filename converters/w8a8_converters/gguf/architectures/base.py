@@ -46,6 +46,14 @@ class Architecture(ABC):
             )
         self.n_layers = self.integer("block_count")
 
+    @property
+    def heads(self) -> int:
+        return self.integer("attention.head_count")
+
+    @property
+    def kv_heads(self) -> int:
+        return self.integer("attention.head_count_kv", self.heads)
+
     @abstractmethod
     def config(self) -> dict[str, Any]:
         """The content of config.json, without dtype and special token ids."""

@@ -77,14 +77,6 @@ class Model(Architecture):
     )
 
     @property
-    def heads(self) -> int:
-        return self.integer("attention.head_count")
-
-    @property
-    def kv_heads(self) -> int:
-        return self.integer("attention.head_count_kv", self.heads)
-
-    @property
     def head_dim(self) -> int:
         return self.integer("attention.key_length")
 
