@@ -23,16 +23,17 @@ CONFIG_DIR_VARIABLE = "VLLM_W8A8_CONFIG_DIR"
 CONFIG_DIR = Path(__file__).parent / "configs"
 MEASURED_KERNELS = ("triton", "cutlass")
 
-# The tensor memory accelerator exists from here on.
-MIN_TMA_CAPABILITY = (9, 0)
+# The tensor memory accelerator exists from here on; that it is faster was measured on one.
+MIN_TMA_CAPABILITY = TMA_MEASURED = (9, 0)
 
 # Shared memory that one program can have.
 MAX_SHARED_BYTES = {(8, 0): 163 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024, (10, 3): 227 * 1024}
 SMALL_MAX_SHARED_BYTES = 99 * 1024
 
 # Shared memory that the rule gives to a tile's stages. The rest is for what Triton adds, and on the large ones for the next
-# kernel's programs to start beside this one's.
-SHARED_BYTES, SMALL_SHARED_BYTES = 144 * 1024, 80 * 1024
+# kernel's programs to start beside this one's. A fifth stage of 64 x 64 x 256 is 10 % on an H200 (6144 x 4096, 64 rows); on
+# sm_100 Triton 3.6 spills registers with it.
+H200_SHARED_BYTES, SHARED_BYTES, SMALL_SHARED_BYTES = 160 * 1024, 144 * 1024, 80 * 1024
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,8 @@ class Tile:
     `swap` multiplies weight x activations.T: the weight's rows take the instruction's wide side, so that few rows of x waste
     less of it. `prefetch`, capability 9.0 and newer: so many bytes of each weight row are asked of L2 while the kernel before
     still runs, and the next kernel starts only after that; with 0 it starts at once. `tma`, the same: blocks are loaded by the
-    tensor memory accelerator instead of by threads; without prefetch. `preload` so many of the weight's first blocks into
-    registers, before the wait for the kernel before; where block_k * split_k divides K, and then no more than K has.
+    tensor memory accelerator instead of by threads. `preload` so many of the weight's first blocks into registers, before the
+    wait for the kernel before; where block_k * split_k divides K, and then no more than K has.
     """
 
     block_m: int
@@ -100,33 +101,63 @@ def _with_stages(tile: Tile, shared_bytes: int) -> Tile:
 def default_tile(M: int, N: int, K: int, *, num_sms: int, capability: tuple[int, int]) -> Tile:
     """A tile by rule, for capability 8.0 and newer.
 
-    The numbers are near the best of about 200 on an H200 at seven shapes of weights and M 1, 16, 64 and 128
-    (benchmarks/results/chained-tiles-nvidia-h200-2026-11-29.json); few rows stream the weight once, in blocks small enough
-    that every multiprocessor has one, and K is split where there are too few.
+    The numbers are near the best of several hundred on an H200 at seven shapes of weights and M 1, 16, 64, 128 and 512
+    (benchmarks/results/chained-tiles-nvidia-h200-2026-11-29.json, tile-search-nvidia-h200-2026-11-30.json). Few rows stream
+    the weight once, in blocks small enough that every multiprocessor has one, and K is split where there are too few.
     """
     large = capability in MAX_SHARED_BYTES
     shared_bytes = SHARED_BYTES if large else SMALL_SHARED_BYTES
+    if capability == TMA_MEASURED:
+        shared_bytes = H200_SHARED_BYTES
     if K % 16 != 0:
         # Rows are loaded code by code, with an address each: larger blocks spill registers.
         return Tile(16 if M <= 16 else 32, 32, 64, num_warps=4, num_stages=2)
-    if M <= 128:
+    if M <= 64:
         wide, very_wide = N >= 96 * num_sms, N >= 256 * num_sms
-        block_n = 128 if very_wide and M <= 64 else 64
+        block_n = 128 if very_wide else 64
         tiles = -(-N // block_n)
         split_k = 1 if K < 2048 else 4 if tiles * 4 <= num_sms else 2 if tiles * 2 <= num_sms else 1
         # One line lets the next kernel start later, which wins where the weight is large: 25.8 us instead of 27.1 for
         # 24576 x 4096 and one row.
-        prefetch = 0 if not has_dependent_launch(capability) or M > 64 else 512 if N * K <= 2**24 else 128
+        prefetch = 0 if not has_dependent_launch(capability) else 512 if N * K <= 2**25 else 128
         if M <= 16:
             tile = Tile(16, block_n, 256, 4, 3 if wide else 6, split_k, swap=True, prefetch=prefetch)
-        elif M <= 64:
-            rows = 32 if M <= 32 else 64
-            tile = Tile(rows, block_n, 128 if wide else 256, 4, 4 if wide else 5, split_k, swap=M <= 32, prefetch=prefetch)
         else:
-            tile = Tile(128, 64, 256 if large and not wide else 128, 8, 3, split_k)
+            rows = 32 if M <= 32 else 64
+            tma = rows == 64 and capability == TMA_MEASURED
+            block_k, stages = (128, 4) if wide else (256, 5)
+            tile = Tile(rows, block_n, block_k, 4, stages, split_k, swap=M <= 32, prefetch=prefetch, tma=tma)
         return _with_stages(tile, shared_bytes)
+    if capability == TMA_MEASURED:
+        return _tma_tile(M, N, K, num_sms)
+    if M <= 128:
+        tiles = -(-N // 64)
+        split_k = 1 if K < 2048 else 4 if tiles * 4 <= num_sms else 2 if tiles * 2 <= num_sms else 1
+        block_k = 256 if large and N < 96 * num_sms else 128
+        return _with_stages(Tile(128, 64, block_k, 8, 3, split_k), shared_bytes)
     # A mask along K takes registers: with 128 columns 16 bytes were spilled on sm_120 (Triton 3.6).
     return _with_stages(Tile(128, 128 if K % 128 == 0 else 64, 128, num_warps=8, num_stages=4), shared_bytes)
+
+
+def _tma_tile(M: int, N: int, K: int, num_sms: int) -> Tile:
+    """The rule from 65 rows on where blocks are loaded by the tensor memory accelerator: the smaller the product, the smaller
+    the tile, and the more of its loads under way."""
+
+    def programs(block_m: int, block_n: int) -> int:
+        return -(-M // block_m) * -(-N // block_n)
+
+    if programs(64, 64) <= num_sms:
+        split_k = 2 if K >= 2048 and programs(64, 64) * 2 <= num_sms else 1
+        return Tile(64, 64, 256, 4, 6, split_k, tma=True)
+    if K < 2048 and programs(64, 64) <= 2 * num_sms:
+        return Tile(64, 64, 128, 4, 5, tma=True)
+    if programs(128, 64) <= num_sms:
+        return Tile(128, 64, 256, 4, 4, tma=True)
+    if programs(128, 64) <= 4 * num_sms:
+        # Two or three programs at a time on each multiprocessor: with room for three, two of 4096 x 4096 and 512 rows ran as
+        # unevenly as 25.3 us instead of 19.3.
+        return Tile(128, 64, 128, 4, 4 if programs(128, 64) <= 2 * num_sms else 3, tma=True)
+    return Tile(128, 256, 128, 8, 4, tma=True)
 
 
 def tile_for(M: int, N: int, K: int, *, device_name: str, capability: tuple[int, int], num_sms: int) -> Tile:

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from itertools import product
@@ -33,8 +33,22 @@ from w8a8_kernels.tiles import (
 
 DTYPE = torch.bfloat16
 
-# Of larger weights at most a line a row is fetched early: more won up to 6144 x 4096 on an H200, and lost for 4096 x 12288.
-MAX_PREFETCH_SIZE = 2**25
+# From the best so many tiles of a round the search goes on, so many rounds, as long as a round gains so much of the time.
+BEAM, ROUNDS, LEAST_GAIN = 2, 2, 0.005
+
+# Values that the search tries for each field of a tile.
+SEARCHED = {
+    "block_m": (16, 32, 64, 128),
+    "block_n": (32, 64, 128, 256),
+    "block_k": (64, 128, 256, 512),
+    "num_warps": (4, 8),
+    "num_stages": (2, 3, 4, 5, 6, 7),
+    "split_k": (1, 2, 3, 4, 8),
+    "swap": (False, True),
+    "prefetch": (0, 128, 512),
+    "tma": (False, True),
+    "preload": (0, 1, 2, 4),
+}
 
 # Compiling is the longer part of tuning; beyond this many processes, loading torch in each takes longer than it saves.
 MAX_WORKERS = 16
@@ -84,11 +98,10 @@ def _check_capability(capability: tuple[int, int]) -> None:
 
 
 def candidates(M: int, N: int, K: int, capability: tuple[int, int], num_sms: int) -> list[Tile]:
-    """A few dozen tiles for M rows (of which the bucket counts), the rule's own first.
+    """Tiles for M rows (of which the bucket counts) to begin a search with, the rule's own first.
 
-    They are those that came near the best of about 200 on an H200
-    (benchmarks/results/chained-tiles-nvidia-h200-2026-11-29.json): up to 32 rows always swapped and with 4 warps; K is split
-    only while that leaves no more than 3 programs for each multiprocessor, and 2 steps for each part.
+    The others won, or nearly, for one weight at least in searches over several thousand tiles on an H200
+    (benchmarks/results/tile-search-nvidia-h200-2026-11-30.json).
 
     Raises:
         ValueError: the compute capability is below 8.0.
@@ -96,68 +109,90 @@ def candidates(M: int, N: int, K: int, capability: tuple[int, int], num_sms: int
     _check_capability(capability)
     M = bucket_of(M)
     first = default_tile(M, N, K, num_sms=num_sms, capability=capability)
-    prefetches = (0,)
-    if has_dependent_launch(capability):
-        prefetches = (0, 128, 512) if N * K <= MAX_PREFETCH_SIZE else (0, 128)
-    # Columns: block_m, block_n, block_k, num_warps, num_stages.
+    # Columns: block_m, block_n, block_k, num_warps, num_stages, split_k, swap, prefetch, tma, preload.
     if K % 16 != 0:
-        # Rows are loaded code by code, with an address each: larger blocks spill registers.
-        blocks = [*product((16, 32), (32, 64), (32, 64), (4,), (2, 3))]
-        splits, swaps, prefetches = (1, 2), (False,), (0,)
+        grid = [Tile(*block) for block in product((16, 32), (32, 64), (32, 64), (4,), (2, 3), (1, 2))]
     elif M <= 32:
         rows = max(M, 16)
-        blocks = [
-            (rows, block_n, block_k, 4, stages)
-            for block_n, block_k, some in ((32, 256, (5,)), (64, 128, (6,)), (64, 256, (3, 4, 5, 6)), (64, 512, (3, 5)))
-            for stages in some
-        ]
-        blocks += [(rows, 128, 128, 4, 4), (rows, 128, 128, 4, 6), (rows, 128, 256, 4, 3), (rows, 128, 256, 4, 4)]
-        splits, swaps = (1, 2, 4) if N > 2048 else (1, 4, 8), (True,)
+        grid = [Tile(rows, 64, 256, 4, 6, split, True, 512) for split in (1, 2, 3, 4)]
+        grid += [Tile(rows, 64, 128, 4, 6, split, True, 512) for split in (1, 3, 4)]
+        grid += [Tile(rows, 64, 256, 4, 3, split, True, preload=4) for split in (1, 2, 4)]
+        grid += [Tile(rows, 64, 256, 4, 3, 1, True, preload=2), Tile(rows, 64, 512, 4, 3, 1, True, preload=2)]
+        grid += [Tile(rows, 64, 256, 4, 3, 1, True, 128), Tile(rows, 128, 256, 8, 3, 1, True, preload=2)]
     elif M <= 64:
-        blocks = [(64, 64, 256, 4, 4), (64, 64, 256, 4, 5), (64, 64, 128, 4, 4), (64, 128, 128, 4, 4), (64, 128, 128, 4, 5)]
-        blocks += [(64, 128, 256, 4, 3), (64, 256, 128, 8, 4)]
-        splits, swaps = (1, 2, 4), (False,)
+        grid = [Tile(64, 64, 256, 4, 5, split, prefetch=512, tma=tma) for split in (1, 2, 4) for tma in (False, True)]
+        grid += [Tile(64, 32, 256, 4, 6, split, tma=True) for split in (1, 2)]
+        grid += [Tile(64, block_n, 128, 4, 4, tma=tma) for block_n in (64, 128) for tma in (False, True)]
     elif M <= 256:
-        blocks = [(128, 64, 256, 8, 4), (128, 64, 256, 4, 4), (128, 64, 128, 4, 3), (128, 64, 128, 8, 3)]
-        blocks += [(128, 128, 128, 8, 4), (128, 128, 128, 4, 3), (128, 128, 256, 8, 3), (128, 256, 128, 8, 4)]
-        splits, swaps, prefetches = (1, 2, 4), (False, True), (0,)
-    else:
-        blocks = [(128, 128, 128, 8, 4), (128, 128, 128, 4, 4), (128, 256, 128, 8, 3), (128, 256, 128, 8, 4)]
-        blocks += [
-            (128, 128, 128, 8, 3),
-            (128, 64, 128, 4, 3),
-            (128, 64, 128, 4, 4),
-            (64, 128, 128, 4, 4),
-            (64, 256, 128, 4, 4),
-        ]
-        splits, swaps, prefetches = (1, 2), (False,), (0,)
-    grid = [(*block, *rest) for block in blocks for rest in product(splits, swaps, prefetches)]
-    if has_dependent_launch(capability) and K % 16 == 0 and M <= 64 and N * K <= MAX_PREFETCH_SIZE:
-        blocks = [(max(M, 16), 64, 128, 4, 4), (max(M, 16), 64, 256, 4, 3), (max(M, 16), 64, 256, 4, 5)]
+        grid = [Tile(64, 64, 256, 4, 6, split, tma=True) for split in (1, 2)]
         grid += [
-            (*block, split, M <= 32, 0, False, preload)
-            for block, split, preload in product(blocks, splits, (1, 2, 4))
-            if K // (block[2] * split) >= preload
+            Tile(64, 64, 256, 4, 4),
+            Tile(64, 64, 128, 4, 5, tma=True),
+            Tile(64, 32, 256, 4, 5, 2, prefetch=128, tma=True),
         ]
-    if capability >= MIN_TMA_CAPABILITY and K % 16 == 0 and M >= 32:
-        rows = min(M, 64)
-        blocks = [(rows, 64, 128, 4, 6), (rows, 64, 256, 4, 4), (rows, 128, 128, 4, 4), (rows, 128, 128, 4, 6)]
-        if M > 64:
-            blocks += [(128, 64, 128, 4, 4), (128, 64, 256, 8, 4), (128, 128, 128, 4, 4), (128, 128, 128, 8, 4)]
-            blocks += [(128, 128, 128, 8, 6), (128, 256, 128, 8, 4), (64, 256, 128, 4, 4)]
-        grid += [(*block, split, M <= 32, 0, True) for block in blocks for split in (1, 2, 4)]
-    tiles = [first]
-    for block_m, block_n, block_k, *rest in grid:
-        tile = Tile(block_m, block_n, min(block_k, max(bucket_of(K), 64)), *rest)
-        programs = -(-M // tile.block_m) * -(-N // tile.block_n) * tile.split_k
-        steps = -(-K // tile.block_k) // tile.split_k
-        split_too_far = tile.split_k > 1 and (programs > 3 * num_sms or steps < 2)
-        # An accumulator of 128 x 256 needs all registers of 8 warps.
-        too_few_warps = tile.block_m * tile.block_n > 128 * 32 * tile.num_warps
-        too_large = tile.stage_bytes > max_shared_bytes(capability)
-        if not (split_too_far or too_few_warps or too_large or tile in tiles):
-            tiles.append(tile)
-    return tiles
+        grid += [Tile(128, 64, 256, 4, 4, split, tma=tma) for split in (1, 2) for tma in (False, True)]
+        grid += [Tile(128, 64, 128, 4, 3, tma=tma) for tma in (False, True)]
+        grid += [Tile(128, 128, 128, 8, 4), Tile(128, 256, 128, 8, 4, tma=True)]
+    else:
+        blocks = (
+            (64, 64, 256, 4, 5),
+            (128, 64, 128, 4, 3),
+            (64, 128, 128, 4, 4),
+            (128, 128, 128, 8, 4),
+            (128, 256, 128, 8, 4),
+        )
+        grid = [Tile(*block, tma=tma) for block in blocks for tma in (False, True)]
+    grid = [_adapted(tile, K, capability) for tile in grid]
+    return list(dict.fromkeys([first, *(tile for tile in grid if _is_sound(tile, M, N, K, capability, num_sms))]))
+
+
+def _adapted(tile: Tile, K: int, capability: tuple[int, int]) -> Tile:
+    """`tile` without what the GPU cannot do, no deeper than K, and with as many of its stages as fit."""
+    if not has_dependent_launch(capability):
+        tile = replace(tile, prefetch=0, preload=0)
+    tile = replace(tile, tma=tile.tma and capability >= MIN_TMA_CAPABILITY, block_k=min(tile.block_k, max(bucket_of(K), 64)))
+    tile = replace(tile, prefetch=tile.prefetch if tile.prefetch * tile.split_k <= K else 0)
+    fitting = max_shared_bytes(capability) // replace(tile, num_stages=1).stage_bytes
+    return replace(tile, num_stages=min(tile.num_stages, fitting))
+
+
+def neighbours(tile: Tile, M: int, N: int, K: int, capability: tuple[int, int], num_sms: int) -> list[Tile]:
+    """Tiles for M rows (of which the bucket counts) that differ from `tile` in one field, or in depth and number of blocks."""
+    changed = [replace(tile, **{name: value}) for name, values in SEARCHED.items() for value in values]
+    changed += [replace(tile, block_k=block_k, num_stages=stages) for block_k in (128, 256) for stages in (3, 4, 6)]
+    changed += [replace(tile, tma=not tile.tma, num_stages=stages) for stages in (3, 4, 6)]
+    near = (other for other in changed if other != tile and _is_sound(other, bucket_of(M), N, K, capability, num_sms))
+    return list(dict.fromkeys(near))
+
+
+def _is_sound(tile: Tile, M: int, N: int, K: int, capability: tuple[int, int], num_sms: int) -> bool:
+    """Whether a tile can run there, with registers for what it holds, and would not plainly waste most of the GPU."""
+    programs = -(-M // tile.block_m) * -(-N // tile.block_n) * tile.split_k
+    accumulator, held = tile.block_m * tile.block_n, tile.preload * tile.block_n * tile.block_k
+    steps = -(-K // tile.block_k)
+    if K % 16 != 0 and (
+        # Rows are loaded code by code, with an address each: larger blocks spill registers.
+        max(tile.block_m * 2, tile.block_n, tile.block_k) > 64 or tile.prefetch or tile.tma or tile.preload
+    ):
+        return False
+    return (
+        tile.num_stages >= 2
+        and tile.stage_bytes <= max_shared_bytes(capability)
+        and tile.block_m <= max(M, 16)
+        and (not tile.tma or capability >= MIN_TMA_CAPABILITY)
+        and ((not tile.prefetch and not tile.preload) or has_dependent_launch(capability))
+        and tile.prefetch * tile.split_k <= K
+        and not (tile.prefetch and tile.preload)
+        # Every part of K has as many whole blocks then, and that many can be held.
+        and (not tile.preload or (K % (tile.block_k * tile.split_k) == 0 and steps >= tile.preload * tile.split_k))
+        and (tile.split_k == 1 or (steps >= tile.split_k and programs <= 3 * num_sms))
+        # 128 registers of a thread's 255 for sums, and as many for what is loaded early.
+        and accumulator <= 128 * 32 * tile.num_warps
+        and held <= 4 * 128 * 32 * tile.num_warps
+        and (tile.num_warps == 4 or accumulator >= 128 * 64 or held > 0)
+        and (not tile.swap or tile.block_n >= 64)
+        and not 64 < tile.block_k > bucket_of(K)
+    )
 
 
 def tune(
@@ -205,7 +240,7 @@ def tune(
             if progress is not None:
                 progress(i, len(cells), f"{N}x{K}, {M} rows")
             if not _has(path, gpu, M, N, K):
-                entry = _best(timer(M, N, K, candidates(M, N, K, gpu.capability, gpu.num_sms)), M, N, K)
+                entry = _best(_search(timer, M, N, K, gpu), M, N, K)
                 _add(path, gpu, M, N, K, entry)
     if progress is not None:
         progress(len(cells), len(cells), "done")
@@ -216,6 +251,20 @@ def tune(
 @contextmanager
 def _given(measure: Measure) -> Iterator[Measure]:
     yield measure
+
+
+def _search(timer: Measure, M: int, N: int, K: int, gpu: Gpu) -> Measurement:
+    """Measure the candidates, then what is near the best of them."""
+    where = M, N, K, gpu.capability, gpu.num_sms
+    found = timer(M, N, K, candidates(*where))
+    for _ in range(ROUNDS if found.us else 0):
+        best = sorted(found.us, key=found.us.get)[:BEAM]
+        before = found.us[best[0]]
+        near = dict.fromkeys(other for tile in best for other in neighbours(tile, *where) if other not in found.us)
+        found = replace(found, us=timer(M, N, K, [best[0], *near]).us | found.us)
+        if min(found.us.values()) > before * (1 - LEAST_GAIN):
+            break
+    return found
 
 
 def _best(measured: Measurement, M: int, N: int, K: int) -> dict:
@@ -341,22 +390,20 @@ class Compilers(AbstractContextManager):
     def __exit__(self, *error: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def compile(self, N: int, K: int, tiles: list[Tile]) -> list[Tile]:
+    def compile(self, N: int, K: int, tiles: list[Tile]) -> Iterator[Tile]:
         """Compile what a product with weight [N, K] launches.
 
-        Returns:
-            the tiles that compile.
+        Yields:
+            the tiles that compile, in their order, each as soon as it is.
         """
         pdl = has_dependent_launch(self._capability)
         futures = [self._pool.submit(_compile, N, K, tile, pdl) for tile in tiles]
-        compiled = []
         for tile, future in zip(tiles, futures, strict=True):
             refusal = future.result()
             if refusal is None:
-                compiled.append(tile)
+                yield tile
             else:
                 log.warning("%s does not compile for %dx%d: %s", tile, N, K, refusal)
-        return compiled
 
 
 class GpuMeasure(AbstractContextManager):
@@ -390,7 +437,6 @@ class GpuMeasure(AbstractContextManager):
         from w8a8_kernels.timing import call_count, graph_us
 
         gpu, device = self._gpu, self._device
-        tiles = self._compilers.compile(N, K, tiles)
         copies, n_calls = call_count(M, N, K, device)
         pdl = has_dependent_launch(gpu.capability)
         sets = [
@@ -413,7 +459,7 @@ class GpuMeasure(AbstractContextManager):
 
         us: dict[Tile, float] = {}
         expected: torch.Tensor | None = None
-        for tile in tiles:
+        for tile in self._compilers.compile(N, K, tiles):
             try:
                 result = ours(0, tile)
             except OutOfResources as error:
@@ -422,7 +468,7 @@ class GpuMeasure(AbstractContextManager):
             if expected is None:
                 expected = result
             elif not torch.equal(result, expected):
-                raise RuntimeError(f"tune: {tile} gives other bits than {tiles[0]} for {M} rows and a weight {N}x{K}")
+                raise RuntimeError(f"tune: {tile} gives other bits than others for {M} rows and a weight {N}x{K}")
             us[tile] = graph_us([lambda i=i, tile=tile: ours(i, tile) for i in range(n_calls)])
         cutlass_us = None
         if cutlass_refusal(device_facts(device), N, K, DTYPE) is None:

@@ -43,11 +43,14 @@ class Case:
     bias: bool = True
     kernel: str = ""  # what VLLM_W8A8_KERNEL forces; empty: the default choice
     hadamard: int = 0  # size of a quantizer's blocks
+    gpu: str = ""  # whose measured tiles are taken; empty: none's
 
     def __str__(self) -> str:
         shape = f"{self.M}x{self.N}x{self.K}" if self.N else f"{self.M}x{self.K}"
         flags = "-".join(
-            f for f in (self.dtype, self.kernel, "" if self.bias else "no-bias", self.hadamard and f"h{self.hadamard}") if f
+            f
+            for f in (self.dtype, self.kernel, "" if self.bias else "no-bias", self.hadamard and f"h{self.hadamard}", self.gpu)
+            if f
         )
         return f"sm{self.target}-{self.op}-{shape}-{flags}"
 
@@ -162,7 +165,7 @@ def _call(case: Case) -> None:
 
     ops.device_facts = lambda device: Facts(divmod(case.target, 10), has_triton=True)
     ops._num_sms = lambda device: NUM_SMS[case.target]
-    ops._device_name = lambda device: f"sm_{case.target}"
+    ops._device_name = lambda device: case.gpu or f"sm_{case.target}"
     os.environ.pop("VLLM_W8A8_KERNEL", None)
     if case.kernel:
         os.environ["VLLM_W8A8_KERNEL"] = case.kernel

@@ -5,9 +5,12 @@ check another one, run the same line in an environment that has it.
 """
 
 import functools
+import json
 
 import pytest
 from aot import NUM_SMS, Case, Launch, Result, compile_cases
+
+from w8a8_kernels.tiles import CONFIG_DIR, Tile, read_table
 
 triton = pytest.importorskip("triton")
 
@@ -43,7 +46,23 @@ def bounding_cases() -> list[Case]:
     cases += [Case(75, op, 1, 4096, dtype="bfloat16") for op in QUANTIZERS]
     cases += [Case(target, "quantize", 4096, K, dtype="float32", hadamard=h) for target in (75, 90) for K, h in FP32_ROWS]
     cases += [Case(target, "scaled_mm", M, 4096, 4096, kernel="dp4a") for target in (90, 120) for M in (1, 4096)]
-    return cases
+    # Blocks loaded by the tensor memory accelerator: every tile of the rule.
+    cases += [Case(90, "scaled_mm", M, K, N) for M, N, K in ((128, 1024, 1024), (128, 6144, 4096), (128, 24576, 4096))]
+    return cases + shipped_cases()
+
+
+def shipped_cases() -> list[Case]:
+    """Every tile of the shipped files, at a weight and number of rows that get it."""
+    cases: dict[Tile, Case] = {}
+    for path in CONFIG_DIR.glob("*.json"):
+        content = json.loads(path.read_text())
+        gpu, capability = content["device"], tuple(content["capability"])
+        for (N, K), buckets in read_table(path, gpu, capability).items():
+            for M, entry in buckets.items():
+                if entry.tile is not None:
+                    target = capability[0] * 10 + capability[1]
+                    cases.setdefault(entry.tile, Case(target, "scaled_mm", M, K, N, bias=False, gpu=gpu))
+    return list(cases.values())
 
 
 def full_cases() -> list[Case]:
@@ -74,7 +93,7 @@ def full_cases() -> list[Case]:
                 for block in (16, 32, 64, 128)
                 if K % block == 0
             ]
-    return cases
+    return cases + shipped_cases()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

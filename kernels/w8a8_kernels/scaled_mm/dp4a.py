@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from w8a8_kernels.scaled_mm.split_k import _epilogue, reduce_split_k_kernel
+from w8a8_kernels.scaled_mm.split_k import reduce_split_k_kernel
 
 # Rows of x that the streaming form takes: at 16, a thread needs 206 of 255 registers (sm_75, Triton 3.6.0 and 3.9.0).
 MAX_STREAM_M = 16
@@ -113,7 +113,11 @@ def _store(
     o_out = o_m.to(tl.int64)[:, None] * N + o_n[None, :]
     m_out = (o_m < M)[:, None] & (o_n < N)[None, :]
     if SPLIT_K == 1:
-        b_out = _epilogue(b_acc, x_scale_ptr, weight_scale_ptr, bias_ptr, o_m, o_n, M, N, HAS_BIAS)
+        b_x_scale = tl.load(x_scale_ptr + o_m, mask=o_m < M, other=0.0)
+        b_weight_scale = tl.load(weight_scale_ptr + o_n, mask=o_n < N, other=0.0)
+        b_out = b_acc.to(tl.float32) * b_x_scale[:, None] * b_weight_scale[None, :]
+        if HAS_BIAS:
+            b_out += tl.load(bias_ptr + o_n, mask=o_n < N, other=0.0).to(tl.float32)[None, :]
         tl.store(out_ptr + o_out, b_out.to(out_ptr.dtype.element_ty), mask=m_out)
     else:
         tl.store(partial_ptr + i_split.to(tl.int64) * M * N + o_out, b_acc, mask=m_out)

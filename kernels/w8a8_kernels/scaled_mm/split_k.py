@@ -27,23 +27,15 @@ def _prefetch_rows(p_rows, BYTES: tl.constexpr):
     )
 
 
-@triton.jit
-def _epilogue(b_acc, x_scale_ptr, weight_scale_ptr, bias_ptr, o_m, o_n, M, N, HAS_BIAS: tl.constexpr):
-    b_x_scale = tl.load(x_scale_ptr + o_m, mask=o_m < M, other=0.0)
-    b_weight_scale = tl.load(weight_scale_ptr + o_n, mask=o_n < N, other=0.0)
-    b_out = b_acc.to(tl.float32) * b_x_scale[:, None] * b_weight_scale[None, :]
-    if HAS_BIAS:
-        b_out += tl.load(bias_ptr + o_n, mask=o_n < N, other=0.0).to(tl.float32)[None, :]
-    return b_out
-
-
 @triton.jit(do_not_specialize=["M"])
 def scaled_mm_split_k_kernel(
     out_ptr,
     partial_ptr,
     x_ptr,
+    x_boxes,
     x_scale_ptr,
     weight_ptr,
+    weight_boxes,
     weight_scale_ptr,
     bias_ptr,
     M,
@@ -84,13 +76,18 @@ def scaled_mm_split_k_kernel(
     k_first = i_split * steps * BLOCK_K
     k_last = tl.minimum(k_first + steps * BLOCK_K, K)
 
-    if not TMA:
+    if not TMA or PRELOAD > 0 or PREFETCH > 0:
         # Rows of x beyond the matrix are masked: read, they would cost L2 bandwidth (M 1 took 10 % longer than M 16 on an
         # H200). Rows of the weight beyond it wrap around: read in bounds and never stored, they cost no mask in the loop.
         p_x = x_ptr + o_m.to(tl.int64)[:, None] * x_row_stride + k_first + o_k[None, :]
         p_rows = weight_ptr + (o_n % N).to(tl.int64) * weight_row_stride + k_first
         p_weight = p_rows[:, None] + o_k[None, :]
         m_x = (o_m < M)[:, None] & (o_k >= 0)[None, :]
+    if SPLIT_K == 1:
+        # No kernel's results, so before the wait; and before the loop, behind which a load from DRAM would add its latency.
+        b_weight_scale = tl.load(weight_scale_ptr + o_n, mask=o_n < N, other=0.0)
+        if HAS_BIAS:
+            b_bias = tl.load(bias_ptr + o_n, mask=o_n < N, other=0.0)
     preloaded = ()
     for i in tl.static_range(PRELOAD):
         preloaded += (tl.load(p_weight + i * BLOCK_K),)
@@ -105,6 +102,8 @@ def scaled_mm_split_k_kernel(
                 _prefetch_rows(p_rows, PREFETCH)
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
+    if SPLIT_K == 1:
+        b_x_scale = tl.load(x_scale_ptr + o_m, mask=o_m < M, other=0.0)
     if SWAP:
         b_acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.int32)
     else:
@@ -123,8 +122,8 @@ def scaled_mm_split_k_kernel(
     for i_k in range(k_first + PRELOAD * BLOCK_K, k_last, BLOCK_K):
         if TMA:
             # What is beyond the matrix is zero.
-            b_x = x_ptr.load([i_m * BLOCK_M, i_k])
-            b_weight = weight_ptr.load([i_n * BLOCK_N, i_k])
+            b_x = x_boxes.load([i_m * BLOCK_M, i_k])
+            b_weight = weight_boxes.load([i_n * BLOCK_N, i_k])
         elif EVEN_K:
             b_x = tl.load(p_x, mask=m_x, other=0)
             b_weight = tl.load(p_weight)
@@ -145,7 +144,9 @@ def scaled_mm_split_k_kernel(
     o_out = o_m.to(tl.int64)[:, None] * N + o_n[None, :]
     m_out = (o_m < M)[:, None] & (o_n < N)[None, :]
     if SPLIT_K == 1:
-        b_out = _epilogue(b_acc, x_scale_ptr, weight_scale_ptr, bias_ptr, o_m, o_n, M, N, HAS_BIAS)
+        b_out = b_acc.to(tl.float32) * b_x_scale[:, None] * b_weight_scale[None, :]
+        if HAS_BIAS:
+            b_out += b_bias.to(tl.float32)[None, :]
         tl.store(out_ptr + o_out, b_out.to(out_ptr.dtype.element_ty), mask=m_out)
     else:
         p_partial = partial_ptr + i_split.to(tl.int64) * M * N
@@ -172,15 +173,21 @@ def reduce_split_k_kernel(
     o_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     o_out = o_m.to(tl.int64)[:, None] * N + o_n[None, :]
     m_out = (o_m < M)[:, None] & (o_n < N)[None, :]
+    b_weight_scale = tl.load(weight_scale_ptr + o_n, mask=o_n < N, other=0.0)
+    if HAS_BIAS:
+        b_bias = tl.load(bias_ptr + o_n, mask=o_n < N, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    b_x_scale = tl.load(x_scale_ptr + o_m, mask=o_m < M, other=0.0)
     b_acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
     p_partial = partial_ptr + o_out
     for _ in tl.static_range(SPLIT_K):
         b_acc += tl.load(p_partial, mask=m_out, other=0)
         p_partial += M.to(tl.int64) * N
-    b_out = _epilogue(b_acc, x_scale_ptr, weight_scale_ptr, bias_ptr, o_m, o_n, M, N, HAS_BIAS)
+    b_out = b_acc.to(tl.float32) * b_x_scale[:, None] * b_weight_scale[None, :]
+    if HAS_BIAS:
+        b_out += b_bias.to(tl.float32)[None, :]
     tl.store(out_ptr + o_out, b_out.to(out_ptr.dtype.element_ty), mask=m_out)
 
 
@@ -195,11 +202,9 @@ def _product_options(tile: Tile, K: int, has_bias: bool, pdl: bool, aligned: boo
         "SWAP": tile.swap,
         "TMA": tile.tma and aligned,
         "PDL": pdl,
-        "PREFETCH": tile.prefetch if pdl and aligned and not tile.tma else 0,
+        "PREFETCH": tile.prefetch if pdl and aligned else 0,
         # Every part of K must have as many whole blocks.
-        "PRELOAD": 0
-        if tile.tma or K % (tile.block_k * tile.split_k)
-        else min(tile.preload, K // (tile.block_k * tile.split_k)),
+        "PRELOAD": 0 if K % (tile.block_k * tile.split_k) else min(tile.preload, K // (tile.block_k * tile.split_k)),
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
         **launch_options(pdl),
@@ -228,16 +233,18 @@ def compile_split_k(N: int, K: int, tile: Tile, out_dtype: torch.dtype, *, pdl: 
     """Compile into Triton's cache what `scaled_mm_split_k` launches with this tile, contiguous inputs and no bias."""
     # Positional only: Triton takes a dtype for a tensor there and nowhere else.
     out, partial = out_dtype, torch.int32 if tile.split_k > 1 else out_dtype
-    x = weight = torch.int8
+    x_boxes = weight_boxes = None
     if tile.tma and K % TMA_ALIGNMENT == 0:
         shapes = (torch.empty((rows, K), dtype=torch.int8, device="meta") for rows in (1, N))
-        x, weight = _boxes(*shapes, tile)
+        x_boxes, weight_boxes = _boxes(*shapes, tile)
     scaled_mm_split_k_kernel.warmup(
         out,
         partial,
-        x,
+        torch.int8,
+        x_boxes,
         torch.float32,
-        weight,
+        torch.int8,
+        weight_boxes,
         torch.float32,
         None,
         1,
@@ -288,12 +295,14 @@ def scaled_mm_split_k(
     partial = torch.empty((split_k, M, N), dtype=torch.int32, device=x.device) if split_k > 1 else out
     tiles = triton.cdiv(M, tile.block_m) * triton.cdiv(N, tile.block_n)
     aligned = all(t.data_ptr() % TMA_ALIGNMENT == 0 and t.stride(0) % TMA_ALIGNMENT == 0 for t in (x, weight))
-    x_boxes, weight_boxes = _boxes(x, weight, tile) if tile.tma and aligned else (x, weight)
+    x_boxes, weight_boxes = _boxes(x, weight, tile) if tile.tma and aligned else (None, None)
     scaled_mm_split_k_kernel[(tiles, split_k)](
         out,
         partial,
+        x,
         x_boxes,
         x_scale,
+        weight,
         weight_boxes,
         weight_scale,
         bias,
