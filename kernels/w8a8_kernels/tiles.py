@@ -31,8 +31,7 @@ MAX_SHARED_BYTES = {(8, 0): 163 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024,
 SMALL_MAX_SHARED_BYTES = 99 * 1024
 
 # Shared memory that the rule gives to a tile's stages. The rest is for what Triton adds, and on the large ones for the next
-# kernel's programs to start beside this one's. A fifth stage of 64 x 64 x 256 is 10 % on an H200 (6144 x 4096, 64 rows); on
-# sm_100 Triton 3.6 spills registers with it.
+# kernel's programs to start beside this one's. A fifth stage of 64 x 64 x 256 is 10 % on an H200 (6144 x 4096, 64 rows).
 H200_SHARED_BYTES, SHARED_BYTES, SMALL_SHARED_BYTES = 160 * 1024, 144 * 1024, 80 * 1024
 
 
@@ -125,7 +124,8 @@ def default_tile(M: int, N: int, K: int, *, num_sms: int, capability: tuple[int,
         else:
             rows = 32 if M <= 32 else 64
             tma = rows == 64 and capability == TMA_MEASURED
-            block_k, stages = (128, 4) if wide else (256, 5)
+            # 64 rows in blocks of 256 spill 12 bytes on sm_100 (Triton 3.6).
+            block_k, stages = (128, 4) if wide or (rows == 64 and capability >= (10, 0)) else (256, 5)
             tile = Tile(rows, block_n, block_k, 4, stages, split_k, swap=M <= 32, prefetch=prefetch, tma=tma)
         return _with_stages(tile, shared_bytes)
     if capability == TMA_MEASURED:
