@@ -28,36 +28,59 @@ DTYPE = torch.bfloat16
 
 # x [M, K], weight [N, K] int8, weight_scale [N, 1], weight [N, K] bf16.
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Call = Callable[[], torch.Tensor]
+Peer = Callable[[Operands], Call]
 
 
-def ours(o: Operands) -> torch.Tensor:
-    return w8a8_kernels.int8_linear(o[0], o[1], o[2])
+def ours(o: Operands) -> Call:
+    return lambda: w8a8_kernels.int8_linear(o[0], o[1], o[2])
 
 
-def bf16(o: Operands) -> torch.Tensor:
-    return torch.nn.functional.linear(o[0], o[3])
+def bf16(o: Operands) -> Call:
+    return lambda: torch.nn.functional.linear(o[0], o[3])
 
 
-def vllm_peers() -> dict[str, Callable[[Operands], torch.Tensor]]:
+def vllm_peers() -> dict[str, Peer]:
     """vLLM's CUTLASS and Triton int8 products, each with vLLM's quantizer."""
     try:
         from vllm import _custom_ops as ops
         from vllm.model_executor.layers.quantization.compressed_tensors.triton_scaled_mm import triton_scaled_mm
         from vllm.platforms import current_platform
     except ImportError as error:
-        print(f"vLLM is not here ({error}): bf16 is the only peer")
+        print(f"vLLM is not here ({error})")
         return {}
     current_platform.import_kernels()
 
-    def cutlass(o: Operands) -> torch.Tensor:
-        x, x_scale, _ = ops.scaled_int8_quant(o[0])
-        return ops.cutlass_scaled_mm(x, o[1].t(), x_scale, o[2].view(1, -1), DTYPE)
+    def cutlass(o: Operands) -> Call:
+        def call() -> torch.Tensor:
+            x, x_scale, _ = ops.scaled_int8_quant(o[0])
+            return ops.cutlass_scaled_mm(x, o[1].t(), x_scale, o[2].view(1, -1), DTYPE)
 
-    def vllm_triton(o: Operands) -> torch.Tensor:
-        x, x_scale, _ = ops.scaled_int8_quant(o[0])
-        return triton_scaled_mm(x, o[1].t(), x_scale, o[2], DTYPE)
+        return call
+
+    def vllm_triton(o: Operands) -> Call:
+        def call() -> torch.Tensor:
+            x, x_scale, _ = ops.scaled_int8_quant(o[0])
+            return triton_scaled_mm(x, o[1].t(), x_scale, o[2], DTYPE)
+
+        return call
 
     return {"cutlass": cutlass, "vllm_triton": vllm_triton}
+
+
+def gemlite_peers() -> dict[str, Peer]:
+    """GemLite's int8 layer with dynamic activations, which tunes itself at a shape's first call, for long."""
+    try:
+        from gemlite.helper import A8W8_int8_dynamic
+    except ImportError as error:
+        print(f"GemLite is not here ({error})")
+        return {}
+
+    def gemlite(o: Operands) -> Call:
+        layer = A8W8_int8_dynamic(device="cuda:0", dtype=DTYPE).from_weights(weight=o[1], bias=None, scales=o[2])
+        return lambda: layer(o[0])
+
+    return {"gemlite": gemlite}
 
 
 def gate() -> None:
@@ -86,16 +109,16 @@ def operands(M: int, N: int, K: int, copies: int) -> list[Operands]:
     return result
 
 
-def measure(M: int, N: int, K: int, peers: dict[str, Callable[[Operands], torch.Tensor]], bandwidth: float) -> dict:
+def measure(M: int, N: int, K: int, peers: dict[str, Peer], bandwidth: float) -> dict:
     """One cell of the result."""
     copies, n_calls = call_count(M, N, K)
     sets = operands(M, N, K, copies)
     bytes_moved = N * K + 4 * N + M * (2 * K + 2 * N)
     limit_us = max(bytes_moved / bandwidth, 2 * M * N * K / INT8_OPS_PER_S) * 1e6
-    times = {
-        name: round(graph_us([lambda o=sets[i % copies], run=run: run(o) for i in range(n_calls)]), 3)
-        for name, run in {"ours": ours, "bf16": bf16, **peers}.items()
-    }
+    times = {}
+    for name, bind in {"ours": ours, "bf16": bf16, **peers}.items():
+        calls = [bind(o) for o in sets]
+        times[name] = round(graph_us([calls[i % copies] for i in range(n_calls)]), 3)
     return {"N": N, "K": K, "M": M, "limit_us": round(limit_us, 3), "us": times}
 
 
@@ -134,7 +157,7 @@ def main() -> None:
     before = {}
     if args.compare is not None:
         before = {(c["N"], c["K"], c["M"]): c for c in json.loads(args.compare.read_text())["cells"]}
-    peers = vllm_peers()
+    peers = vllm_peers() | gemlite_peers()
     bandwidth = copy_bandwidth()
     head = provenance(args.commit)
     print(f"{head['gpu']}, copies move {bandwidth / 1e12:.2f} TB/s; microseconds, quantization included")

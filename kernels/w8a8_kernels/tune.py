@@ -50,6 +50,9 @@ SEARCHED = {
     "preload": (0, 1, 2, 4),
 }
 
+# One tile after the other: the GPU is warm, but for the first.
+WARM_UP_MS = 1.0
+
 # Compiling is the longer part of tuning; beyond this many processes, loading torch in each takes longer than it saves.
 MAX_WORKERS = 16
 
@@ -469,8 +472,8 @@ class GpuMeasure(AbstractContextManager):
                 expected = result
             elif not torch.equal(result, expected):
                 raise RuntimeError(f"tune: {tile} gives other bits than others for {M} rows and a weight {N}x{K}")
-            us[tile] = graph_us([lambda i=i, tile=tile: ours(i, tile) for i in range(n_calls)])
+            us[tile] = graph_us([lambda i=i, tile=tile: ours(i, tile) for i in range(n_calls)], WARM_UP_MS)
         cutlass_us = None
         if cutlass_refusal(device_facts(device), N, K, DTYPE) is None:
-            cutlass_us = graph_us([lambda i=i: cutlass(i) for i in range(n_calls)])
+            cutlass_us = graph_us([lambda i=i: cutlass(i) for i in range(n_calls)], WARM_UP_MS)
         return Measurement(us, cutlass_us)

@@ -255,7 +255,7 @@ def measured_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> tune.GpuMeasure:
         pytest.skip("the interpreter is off where there is a GPU")
     clock = itertools.count(1)
 
-    def fake_us(calls: list[Callable[[], torch.Tensor]]) -> float:
+    def fake_us(calls: list[Callable[[], torch.Tensor]], warm_up_ms: float) -> float:
         assert [call().shape for call in calls] == [(5, 48)] * 3
         return float(next(clock))
 
