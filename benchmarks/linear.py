@@ -3,7 +3,7 @@
 Run: python benchmarks/linear.py [--compare FILE]
 
 The GPU tests of quantizer and product must pass first. Times are those of CUDA graphs over rotating weights, together over
-four times the L2. `limit_us` is the larger of bytes at the measured copy bandwidth and operations at 1,979 TOPS.
+four times the L2, on a warm GPU. `limit_us` is the larger of bytes at the measured copy bandwidth and operations at 1,979 TOPS.
 Writes benchmarks/results/linear-<gpu>-<date>.json.
 """
 
@@ -162,8 +162,9 @@ def main() -> None:
     head = provenance(args.commit)
     print(f"{head['gpu']}, copies move {bandwidth / 1e12:.2f} TB/s; microseconds, quantization included")
     cells = []
-    for N, K in SHAPES:
-        for M in args.batch_sizes:
+    # Few rows first: after large products the card's clocks stay low for a while, and what came next looked up to 30 % slower.
+    for M in sorted(args.batch_sizes):
+        for N, K in SHAPES:
             cells.append(measure(M, N, K, peers, bandwidth))
             show(cells[-1], before)
     for label, chosen in (

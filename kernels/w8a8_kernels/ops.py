@@ -21,7 +21,6 @@ from w8a8_kernels.scaled_mm.onednn import has_onednn, pack_weight_onednn, scaled
 from w8a8_kernels.scaled_mm.reference import scaled_mm_reference
 from w8a8_kernels.select import (
     MAX_K,
-    MIN_TRITON_CAPABILITY,
     Choice,
     Facts,
     has_dependent_launch,
@@ -93,7 +92,12 @@ def _row_options(facts: Facts) -> dict | None:
     """Keyword arguments of the Triton row-wise kernels, or None where the reference in torch runs instead."""
     if select_quantize(facts).kernel != "triton":
         return None
-    return {"tensor_cores": facts.capability >= MIN_TRITON_CAPABILITY, "pdl": has_dependent_launch(facts.capability)}
+    from w8a8_kernels.quantize.row import transforms_on_tensor_cores
+
+    return {
+        "tensor_cores": transforms_on_tensor_cores(facts.capability),
+        "pdl": has_dependent_launch(facts.capability),
+    }
 
 
 def _quantize_cuda(x: torch.Tensor, hadamard: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,8 +8,7 @@ import torch
 REPLAYS = 11
 # Enough that the gap between two replays does not count.
 MIN_CALLS = 20
-# Replays before the first that counts take so long together: after a pause the GPU's clocks are low, and what was measured
-# first of several came out up to 20 % slower (4.6 us instead of 3.9 on an H200).
+# Replays before the first that counts take so long together.
 WARM_UP_MS = 10.0
 
 

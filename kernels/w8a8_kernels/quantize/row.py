@@ -10,6 +10,7 @@ import triton.language as tl
 
 from w8a8_kernels.launch import launch_options
 from w8a8_kernels.quantize.config import QuantizeConfig, quantize_config
+from w8a8_kernels.select import MIN_TRITON_CAPABILITY
 
 # Added to an fp32 of magnitude below 2^22, 1.5 * 2^23 rounds it to the nearest integer, ties to even, on every target and in
 # the interpreter, where libdevice.rint does not exist; the integer is then the low bits of the sum.
@@ -26,6 +27,10 @@ MIN_RECIPROCAL_SCALE = tl.constexpr(7.888609052210118e-31)
 # 1 +- 2^-20.
 NUDGE_UP = tl.constexpr(1.00000095367431640625)
 NUDGE_DOWN = tl.constexpr(0.99999904632568359375)
+
+# tcgen05, the tensor cores of capability 10 and 11: Triton 3.6 fails on the product of `transform` there, 3.9 does not.
+TCGEN05_MAJORS = (10, 11)
+HAS_TCGEN05_TRANSFORM = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
 
 # Triton's interpreter cuts fp32 to bf16 (3.6.0 and 3.9.0), where a GPU rounds.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -58,6 +63,11 @@ def tile_offsets(M, K, k_start, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
     o_m = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     o_k = k_start + tl.arange(0, BLOCK_K)[None, :]
     return o_m, o_k, (o_m < M) & (o_k < K)
+
+
+def transforms_on_tensor_cores(capability: tuple[int, int]) -> bool:
+    """Whether the Hadamard transform of 16-bit floats is a matrix product on a GPU of this capability."""
+    return capability >= MIN_TRITON_CAPABILITY and (HAS_TCGEN05_TRANSFORM or capability[0] not in TCGEN05_MAJORS)
 
 
 @triton.jit
@@ -263,15 +273,17 @@ def quantize_row_kernel(
 
 def kernel_options(config: QuantizeConfig, K: int, hadamard: int, tensor_cores: bool, pdl: bool) -> dict:
     """Keyword arguments that the row-wise kernels share."""
+    chunks = config.chunks if config.block_k * config.chunks >= K else 0
     return {
         "ROWS": config.rows,
         "BLOCK_K": config.block_k,
-        "CHUNKS": config.chunks if config.block_k * config.chunks >= K else 0,
+        "CHUNKS": chunks,
         "HADAMARD": hadamard,
-        "TENSOR_CORES": tensor_cores,
+        # In a loop, Triton 3.6 cannot compile the product for sm_90.
+        "TENSOR_CORES": tensor_cores and chunks > 0,
         "PDL": pdl,
         "num_warps": config.num_warps,
-        # Long rows are read in a loop with a matrix product: pipelined, its loads would take 112 KB of shared memory.
+        # Long rows are read in a loop: pipelined, its loads would take shared memory that smaller GPUs do not have.
         "num_stages": 1,
         **launch_options(pdl),
     }
@@ -316,7 +328,7 @@ def quantize_row(
         x: [M, K], bf16, fp16 or fp32; rows of any stride (other columns than neighbouring ones are copied first).
         hadamard: as in `quantize_reference`.
         config: tile; default: `quantize_config`.
-        tensor_cores: whether the transform may use those for 16-bit floats (capability 8.0 and newer).
+        tensor_cores: whether the transform may use those, see `transforms_on_tensor_cores`.
         pdl: programmatic dependent launch (capability 9.0 and newer): start while the kernel before is still running.
 
     Returns:
