@@ -3,7 +3,7 @@
 Run: python benchmarks/linear.py [--compare FILE]
 
 The GPU tests of quantizer and product must pass first. Times are those of CUDA graphs over rotating weights, together over
-four times the L2, on a warm GPU. `limit_us` is the larger of bytes at the measured copy bandwidth and operations at 1,979 TOPS.
+four times the L2, on a warm GPU, the peers taking turns. `limit_us` is the larger of bytes at the measured copy bandwidth and operations at 1,979 TOPS.
 Writes benchmarks/results/linear-<gpu>-<date>.json.
 """
 
@@ -19,7 +19,7 @@ import torch
 from gpu_timing import RESULTS, ROOT, copy_bandwidth, provenance
 
 import w8a8_kernels
-from w8a8_kernels.timing import call_count, graph_us
+from w8a8_kernels.timing import call_count, compare_us
 
 SHAPES = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (57344, 8192), (6144, 1024), (1024, 3072))
 BATCH_SIZES = (1, 16, 64, 128, 512, 2048, 8192)
@@ -115,10 +115,11 @@ def measure(M: int, N: int, K: int, peers: dict[str, Peer], bandwidth: float) ->
     sets = operands(M, N, K, copies)
     bytes_moved = N * K + 4 * N + M * (2 * K + 2 * N)
     limit_us = max(bytes_moved / bandwidth, 2 * M * N * K / INT8_OPS_PER_S) * 1e6
-    times = {}
+    ways = {}
     for name, bind in {"ours": ours, "bf16": bf16, **peers}.items():
         calls = [bind(o) for o in sets]
-        times[name] = round(graph_us([calls[i % copies] for i in range(n_calls)]), 3)
+        ways[name] = [calls[i % copies] for i in range(n_calls)]
+    times = {name: round(us, 3) for name, us in compare_us(ways).items()}
     return {"N": N, "K": K, "M": M, "limit_us": round(limit_us, 3), "us": times}
 
 

@@ -2,7 +2,7 @@
 
 Run: python benchmarks/quantize.py --out quantize.json [--sweep]
 
-Times are those of CUDA graphs of at least 20 calls over rotating inputs, the median of 5 replays. Together the inputs are four
+Times are those of CUDA graphs of at least 20 calls over rotating inputs, the median of 11 replays in turns. Together the inputs are four
 times the L2 cache where at most `MAX_CALLS` of them are enough for that (`cold` in the results; smaller ones are in L2, as
 they are when the kernel before has just written them). `floor` is the bytes read and written at the copy bandwidth, which is
 measured first. `ours` and `ours_h64`, with a Hadamard transform of blocks of 64, are launched as in a served model, each to
@@ -32,7 +32,7 @@ from w8a8_kernels.quantize.rms_norm import add_rms_norm_quantize_row, rms_norm_q
 from w8a8_kernels.quantize.row import quantize_row
 from w8a8_kernels.quantize.silu_mul import silu_mul_quantize_row
 from w8a8_kernels.select import has_dependent_launch
-from w8a8_kernels.timing import MIN_CALLS, graph_us
+from w8a8_kernels.timing import MIN_CALLS, compare_us
 
 BATCH_SIZES = (1, 16, 64, 128, 512, 2048, 8192)
 LENGTHS = (1024, 4096, 12288)
@@ -196,7 +196,7 @@ def measure(case: Case, M: int, K: int, ops: ModuleType | None, sweep: bool, ban
             for name, peer in case.peers.items():
                 if name != "vllm_fused" or hasattr(ops, "rms_norm_dynamic_per_token_quant"):
                     runs[name] = lambda i, peer=peer: peer(ops, i)
-    times = {name: graph_us([lambda i=i, run=run: run(i) for i in sets]) for name, run in runs.items()}
+    times = compare_us({name: [lambda i=i, run=run: run(i) for i in sets] for name, run in runs.items()})
     return {
         "op": case.name,
         "M": M,

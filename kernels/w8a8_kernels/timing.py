@@ -5,6 +5,8 @@ from collections.abc import Callable
 
 import torch
 
+Calls = list[Callable[[], object]]
+
 REPLAYS = 11
 # Enough that the gap between two replays does not count.
 MIN_CALLS = 20
@@ -12,11 +14,8 @@ MIN_CALLS = 20
 WARM_UP_MS = 10.0
 
 
-def graph_us(calls: list[Callable[[], object]], warm_up_ms: float = WARM_UP_MS) -> float:
-    """Microseconds of one call: median of `REPLAYS` replays of a CUDA graph of all of them, after `warm_up_ms` of others.
-
-    To keep operands out of the L2 cache, give every call its own.
-    """
+def _replayer(calls: Calls) -> Callable[[], float]:
+    """Capture a CUDA graph of all calls; what comes back replays it and says how many milliseconds that took."""
     for call in calls[:3]:
         call()
     torch.cuda.synchronize()
@@ -25,7 +24,7 @@ def graph_us(calls: list[Callable[[], object]], warm_up_ms: float = WARM_UP_MS) 
         for call in calls:
             call()
 
-    def replay_ms() -> float:
+    def replay() -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graph.replay()
@@ -33,10 +32,36 @@ def graph_us(calls: list[Callable[[], object]], warm_up_ms: float = WARM_UP_MS) 
         end.synchronize()
         return start.elapsed_time(end)
 
+    return replay
+
+
+def graph_us(calls: Calls, warm_up_ms: float = WARM_UP_MS) -> float:
+    """Microseconds of one call: median of `REPLAYS` replays of a CUDA graph of all of them, after `warm_up_ms` of others.
+
+    To keep operands out of the L2 cache, give every call its own.
+    """
+    replay = _replayer(calls)
     warm_ms = 0.0
     while warm_ms < warm_up_ms:
-        warm_ms += replay_ms()
-    return statistics.median(replay_ms() for _ in range(REPLAYS)) * 1e3 / len(calls)
+        warm_ms += replay()
+    return statistics.median(replay() for _ in range(REPLAYS)) * 1e3 / len(calls)
+
+
+def compare_us(ways: dict[str, Calls]) -> dict[str, float]:
+    """`graph_us` of several ways to do the same, their replays taking turns.
+
+    A card's clocks follow its load and its temperature: one way after the other, the same kernel came out up to 15 % apart
+    after large products on an H200.
+    """
+    replayers = {name: _replayer(calls) for name, calls in ways.items()}
+    warm_ms = 0.0
+    while warm_ms < WARM_UP_MS:
+        warm_ms += sum(replay() for replay in replayers.values())
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(REPLAYS):
+        for name, replay in replayers.items():
+            times[name].append(replay() * 1e3 / len(ways[name]))
+    return {name: statistics.median(us) for name, us in times.items()}
 
 
 def call_count(M: int, N: int, K: int, device: torch.device | None = None) -> tuple[int, int]:
