@@ -3,7 +3,8 @@
 Run: python benchmarks/linear.py [--compare FILE]
 
 The GPU tests of quantizer and product must pass first. Times are those of CUDA graphs over rotating weights, together over
-four times the L2, on a warm GPU, the peers taking turns. `limit_us` is the larger of bytes at the measured copy bandwidth and operations at 1,979 TOPS.
+four times the L2, on a warm GPU, the peers taking turns. `limit_us` is the larger of bytes at the measured copy bandwidth and
+operations at 1,979 TOPS.
 Writes benchmarks/results/linear-<gpu>-<date>.json.
 """
 

@@ -2,13 +2,13 @@
 
 Run: python benchmarks/quantize.py --out quantize.json [--sweep]
 
-Times are those of CUDA graphs of at least 20 calls over rotating inputs, the median of 11 replays in turns. Together the inputs are four
-times the L2 cache where at most `MAX_CALLS` of them are enough for that (`cold` in the results; smaller ones are in L2, as
-they are when the kernel before has just written them). `floor` is the bytes read and written at the copy bandwidth, which is
-measured first. `ours` and `ours_h64`, with a Hadamard transform of blocks of 64, are launched as in a served model, each to
-overlap the end of the kernel before it where the GPU can. `vllm` is the stock kernel and its int8 quantizer, `vllm_fused` its
-own kernel for both, where it has one. `--sweep` times every tile of ours instead. Results are checked against the references
-before anything is timed.
+Times are those of CUDA graphs of at least 20 calls over rotating inputs, the median of 11 replays in turns. Together the
+inputs are four times the L2 cache where at most `MAX_CALLS` of them are enough for that (`cold` in the results; smaller ones
+are in L2, as they are when the kernel before has just written them). `floor` is the bytes read and written at the copy
+bandwidth, which is measured first. `ours` and `ours_h64`, with a Hadamard transform of blocks of 64, are launched as in a
+served model, each to overlap the end of the kernel before it where the GPU can. `vllm` is the stock kernel and its int8
+quantizer, `vllm_fused` its own kernel for both, where it has one. `--sweep` times every tile of ours instead. Results are
+checked against the references before anything is timed.
 """
 
 import argparse
