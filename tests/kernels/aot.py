@@ -44,6 +44,7 @@ class Case:
     kernel: str = ""  # what VLLM_W8A8_KERNEL forces; empty: the default choice
     hadamard: int = 0  # size of a quantizer's blocks
     gpu: str = ""  # whose measured tiles are taken; empty: none's
+    triton: str = ""  # folder of the Triton that compiles; empty: the one that is installed
 
     def __str__(self) -> str:
         shape = f"{self.M}x{self.N}x{self.K}" if self.N else f"{self.M}x{self.K}"
@@ -52,7 +53,7 @@ class Case:
             for f in (self.dtype, self.kernel, "" if self.bias else "no-bias", self.hadamard and f"h{self.hadamard}", self.gpu)
             if f
         )
-        return f"sm{self.target}-{self.op}-{shape}-{flags}"
+        return f"sm{self.target}-{self.op}-{shape}-{flags}" + (f"-{Path(self.triton).name}" if self.triton else "")
 
 
 @dataclass
@@ -84,15 +85,19 @@ def compile_cases(cases: list[Case]) -> tuple[dict[Case, Result], set[str]]:
     Raises:
         RuntimeError: a process failed as a whole.
     """
-    by_worker: list[list[Case]] = [[] for _ in range(WORKERS)]
-    # All cases of a target go to one process, which compiles a variant once.
-    for target in sorted({case.target for case in cases}, key=lambda t: -sum(case.target == t for case in cases)):
-        min(by_worker, key=len).extend(case for case in cases if case.target == target)
+    lists: list[list[Case]] = []
+    for triton in sorted({case.triton for case in cases}):
+        mine = [case for case in cases if case.triton == triton]
+        by_worker: list[list[Case]] = [[] for _ in range(WORKERS)]
+        # All cases of a target go to one process, which compiles a variant once.
+        for target in sorted({case.target for case in mine}, key=lambda t: -sum(case.target == t for case in mine)):
+            min(by_worker, key=len).extend(case for case in mine if case.target == target)
+        lists += filter(None, by_worker)
     with ThreadPoolExecutor(WORKERS) as pool:
-        answers = list(pool.map(_run_worker, by_worker))
+        answers = list(pool.map(_run_worker, lists))
     results: dict[Case, Result] = {}
-    for mine, answer in zip(by_worker, answers, strict=True):
-        for case, result in zip(mine, answer["results"], strict=True):
+    for each, answer in zip(lists, answers, strict=True):
+        for case, result in zip(each, answer["results"], strict=True):
             results[case] = Result([Launch(**launch) for launch in result["launches"]], result["error"])
     return results, {name for answer in answers for name in answer["kernels"]}
 
@@ -106,7 +111,7 @@ def _run_worker(cases: list[Case]) -> dict:
             **os.environ,
             "TRITON_CACHE_DIR": cache,
             "TRITON_DUMP_PTXAS_LOG": "1",
-            "PYTHONPATH": str(Path(w8a8_kernels.__file__).parents[1]),
+            "PYTHONPATH": os.pathsep.join(filter(None, [cases[0].triton, str(Path(w8a8_kernels.__file__).parents[1])])),
         }
         env.pop("TRITON_INTERPRET", None)
         done = subprocess.run(

@@ -1,11 +1,14 @@
 """Every kernel compiles for every GPU that it is chosen for, on a machine without one.
 
-`--aot-full` (`make aot`) takes the full product instead of the cases that bound it. The Triton that is installed compiles: to
-check another one, run the same line in an environment that has it.
+`--aot-full` (`make aot`) takes the full product instead of the cases that bound it. The Triton that is installed compiles, and
+those in folders `triton-<version>` of the environment, as `make test` puts one there.
 """
 
 import functools
 import json
+import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from aot import NUM_SMS, Case, Launch, Result, compile_cases
@@ -20,7 +23,7 @@ TARGETS = tuple(NUM_SMS)
 KB = 1024
 MAX_SHARED = {70: 96, 75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 
-HAS_INT8_TCGEN05 = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+OTHER_TRITONS = sorted(map(str, Path(sys.prefix).glob("triton-*")))
 
 FP32_ROWS = ((32768, 0), (4096, 64))  # K and Hadamard block
 
@@ -99,6 +102,7 @@ def full_cases() -> list[Case]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
         cases = full_cases() if metafunc.config.getoption("--aot-full", default=False) else bounding_cases()
+        cases += [replace(case, triton=other) for other in OTHER_TRITONS for case in cases]
         metafunc.parametrize("case", cases, ids=str)
 
 
@@ -114,17 +118,22 @@ def compiled(request: pytest.FixtureRequest) -> tuple[dict[Case, Result], set[st
     return _compiled(tuple(item.callspec.params["case"] for item in selected))
 
 
-def expected_instruction(launch: Launch, target: int) -> str | None:
+def has_int8_tcgen05(case: Case) -> bool:
+    """Triton 3.6 has no int8 product on the tensor cores of sm_100, 3.9 has."""
+    version = Path(case.triton).name.removeprefix("triton-") if case.triton else triton.__version__
+    return tuple(map(int, version.split(".")[:2])) >= (3, 9)
+
+
+def expected_instruction(launch: Launch, case: Case) -> str | None:
     """What the launch is for: the instruction that its inner loop must have come to; None where it multiplies nothing."""
     if "dp4a" in launch.kernel:
         return "dp4a"
     if launch.kernel != "scaled_mm_split_k_kernel":
         return None
     rows = launch.constants["BLOCK_N" if launch.constants.get("SWAP") else "BLOCK_M"]
-    if target == 90 and rows >= 64:
+    if case.target == 90 and rows >= 64:
         return "wgmma"
-    # Triton 3.6.0 has no int8 tcgen05, 3.9.0 has.
-    if target == 100 and rows >= 64 and HAS_INT8_TCGEN05:
+    if case.target == 100 and rows >= 64 and has_int8_tcgen05(case):
         return "tcgen05"
     return "mma.sync"
 
@@ -138,7 +147,7 @@ def test_compiles(case: Case, compiled: tuple[dict[Case, Result], set[str]]) -> 
     for launch in result.launches:
         assert launch.shared <= MAX_SHARED[case.target] * KB, launch
         assert launch.spilled_bytes == 0, launch
-        expected = expected_instruction(launch, case.target)
+        expected = expected_instruction(launch, case)
         assert launch.instructions == ([expected] if expected else []), launch
 
 
