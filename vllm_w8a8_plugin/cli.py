@@ -55,8 +55,9 @@ def convert(
     format: Annotated[
         OutputFormat,
         typer.Option(
+            case_sensitive=False,
             help="w8a8: for this plugin. compressed-tensors: also for stock vLLM, SGLang, transformers. "
-            "bf16: not quantized, turns a GGUF file into a plain Hugging Face folder."
+            "bf16: not quantized, turns a GGUF file into a plain Hugging Face folder.",
         ),
     ] = OutputFormat.W8A8,
     skip: Annotated[
@@ -72,6 +73,7 @@ def convert(
     hadamard: Annotated[
         Hadamard | None,
         typer.Option(
+            case_sensitive=False,
             help="Block Hadamard transform that spreads outliers, for --format w8a8: a rule chooses the blocks, none, or the "
             "largest block to use. Default: auto for w8a8, 0 for the others, which cannot have one.",
             show_default=False,
@@ -99,7 +101,10 @@ def convert(
     ] = None,
     quality: Annotated[
         Quality | None,
-        typer.Option(help="auto: measure all of these on the text, and take what stays closest to the unquantized model."),
+        typer.Option(
+            case_sensitive=False,
+            help="auto: measure all of these on the text, and take what stays closest to the unquantized model.",
+        ),
     ] = None,
     quality_budget: Annotated[
         str, typer.Option(metavar="SIZE", help="How much larger --quality auto may make the model, as 500MB.")
@@ -113,9 +118,7 @@ def convert(
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    from w8a8_converters import convert as converter
     from w8a8_converters.errors import ConversionError
-    from w8a8_converters.folding.options import FoldingOptions
 
     # As Ctrl-C: job schedulers and containers end a process so, and the partial folder must go.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -128,6 +131,10 @@ def convert(
         TimeRemainingColumn(),
     )
     try:
+        # In here, as torch comes with them and takes seconds: an interrupted command says so then, too.
+        from w8a8_converters import convert as converter
+        from w8a8_converters.folding.options import FoldingOptions
+
         with Progress(*columns, console=console) as bars:
             tasks = {}
 
@@ -153,9 +160,9 @@ def convert(
     except ConversionError as error:
         typer.secho(f"error: {error}", fg=typer.colors.RED, err=True)
         raise typer.Exit(1) from None
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as stop:
         typer.secho(f"interrupted: {out} was not written", fg=typer.colors.RED, err=True)
-        raise typer.Exit(130) from None
+        raise typer.Exit(130 if isinstance(stop, KeyboardInterrupt) else stop.code) from None
     _print_report(report, console)
 
 
@@ -273,7 +280,11 @@ def _print_report(report: "Report", console: "Console") -> None:
         for layer in report.worst_layers(5):
             worst.add_row(layer.name, f"{layer.sqnr_db:.1f}")
         console.print(worst)
-    console.print(f"{len(report.layers)} layers quantized, {len(report.ignore)} left as they are, {report.seconds:.0f} s")
+    if report.layers:
+        done = f"{len(report.layers)} layers quantized, {len(report.ignore)} left as they are"
+    else:
+        done = ", ".join(f"{count} tensors written in {dtype}" for dtype, count in report.tensors.items())
+    console.print(f"{done}, {report.seconds:.0f} s")
     blocks = report.hadamard_blocks()
     if any(blocks):
         said = ", ".join(f"{block or 'none'} in {layers} layers" for block, layers in blocks.items())

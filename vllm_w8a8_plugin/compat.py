@@ -90,3 +90,25 @@ def fusion_problem() -> str | None:
         if not found:
             return f"{module}.{name} does not exist here"
     return None
+
+
+# Where vLLM keeps the kernels of its own int8 schemes: private, the same in all supported releases.
+_INT8_KERNELS = ("vllm.model_executor.kernels.linear", "_POSSIBLE_INT8_KERNELS")
+
+
+def int8_kernels() -> list[type]:
+    """The kernels that vLLM tries for int8 layers on this platform, in its order: its own list, made to be changed.
+
+    Raises:
+        LookupError: there is no such list here.
+    """
+    from vllm.platforms import current_platform
+
+    module, name = _INT8_KERNELS
+    try:
+        found = getattr(importlib.import_module(module), name)[current_platform._enum]
+    except (ImportError, AttributeError, KeyError, TypeError) as error:
+        raise LookupError(f"{module}.{name} does not exist here or lacks this platform ({error!r})") from error
+    if not isinstance(found, list):
+        raise LookupError(f"{module}.{name} holds a {type(found).__name__} here, expected a list")
+    return found

@@ -13,7 +13,17 @@ from w8a8_converters.rules import SkipRules
 from w8a8_kernels.hadamard import AUTO, BLOCKS, parse_choice
 
 COMPRESSED_TENSORS = "compressed-tensors"
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+# All that a `quantization_config` of our own form may hold: neither vLLM (0.25.1, 0.32.0, 0.33.0 were read) nor transformers
+# adds a key. vLLM does to compressed-tensors' form, which is not held to this list.
+KNOWN_KEYS = (
+    "quant_method",
+    "weight_dtype",
+    "scale_dtype",
+    "hadamard",
+    "hadamard_blocks",
+    "ignore",
+    "tp_consistent_activations",
+)
 
 
 class W8A8Config(QuantizationConfig):
@@ -27,6 +37,8 @@ class W8A8Config(QuantizationConfig):
             of every layer, or where that does not divide its K, the largest smaller one that does. Online, default:
             VLLM_W8A8_HADAMARD.
         hadamard_blocks: the same for the layers that are named here, by last component or full name.
+        tp_consistent_activations: whether row-parallel layers quantize their inputs by the maximum over all tensor-parallel
+            ranks. Default: VLLM_W8A8_TP_CONSISTENT_ACTIVATIONS.
     """
 
     def __init__(
@@ -35,6 +47,7 @@ class W8A8Config(QuantizationConfig):
         skip: list[str] | None = None,
         hadamard: str | int | None = None,
         hadamard_blocks: dict[str, int] | None = None,
+        tp_consistent_activations: bool | None = None,
     ) -> None:
         super().__init__()
         envs.check()
@@ -47,12 +60,16 @@ class W8A8Config(QuantizationConfig):
             hadamard = envs.hadamard() if online else 0
         self.hadamard = parse_choice(hadamard)
         self.hadamard_blocks = dict(hadamard_blocks or {})
+        if tp_consistent_activations is None:
+            tp_consistent_activations = envs.tp_consistent_activations()
+        self.tp_consistent_activations = tp_consistent_activations
         self._seen: set[str] = set()
         self._blocks_used: set[str] = set()
 
     def __repr__(self) -> str:
-        blocks = f", hadamard_blocks={self.hadamard_blocks}" if self.hadamard_blocks else ""
-        return f"W8A8Config(online={self.online}, skip={list(self.rules.patterns)}, hadamard={self.hadamard!r}{blocks})"
+        more = f", hadamard_blocks={self.hadamard_blocks}" if self.hadamard_blocks else ""
+        more += ", tp_consistent_activations=True" if self.tp_consistent_activations else ""
+        return f"W8A8Config(online={self.online}, skip={list(self.rules.patterns)}, hadamard={self.hadamard!r}{more})"
 
     def get_name(self) -> str:
         return "w8a8"
@@ -87,7 +104,8 @@ class W8A8Config(QuantizationConfig):
             log.once(f"{envs.SKIP_MODULES} is ignored: the checkpoint already says which layers are int8", logging.WARNING)
         hadamard = {key: config[key] for key in ("hadamard", "hadamard_blocks") if config.get(key)}
         _check_variable_against(hadamard)
-        return cls(online=False, skip=list(config.get("ignore") or []), **hadamard)
+        consistent = envs.tp_consistent_activations(default=config.get("tp_consistent_activations", False))
+        return cls(online=False, skip=list(config.get("ignore") or []), tp_consistent_activations=consistent, **hadamard)
 
     @classmethod
     def override_quantization_method(
@@ -99,7 +117,7 @@ class W8A8Config(QuantizationConfig):
         asked = user_quant == "w8a8" or (user_quant is None and envs.enabled())
         if not asked:
             return None
-        refusal = checkpoint_refusal(hf_quant_cfg) or _experts_refusal(hf_config)
+        refusal = checkpoint_refusal(hf_quant_cfg)
         if refusal is None:
             return "w8a8"
         log.once(f"compressed-tensors checkpoint left to vLLM's own path: {refusal}")
@@ -114,7 +132,7 @@ class W8A8Config(QuantizationConfig):
         """Method of one layer.
 
         Raises:
-            ValueError: only some parts of a fused layer are skipped, or the checkpoint has int8 experts.
+            ValueError: only some parts of a fused layer are skipped, or int8 experts of the checkpoint cannot run.
         """
         from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
@@ -128,21 +146,55 @@ class W8A8Config(QuantizationConfig):
             kept = self.online and not is_quantized_by_default(f"{prefix}.weight", ndim=2)
             if kept or self.rules.skips_fused(prefix, self.packed_modules_mapping):
                 return UnquantizedLinearMethod()
-            _fuse_when_compiled()
+            fuse_when_compiled()
             hadamard = self._hadamard_of(prefix)
             return (
-                W8A8OnlineLinearMethod(hadamard, self.warn_unmatched)
+                W8A8OnlineLinearMethod(hadamard, self.warn_unmatched, self.tp_consistent_activations)
                 if self.online
-                else W8A8LinearMethod(hadamard, self.check_blocks)
+                else W8A8LinearMethod(hadamard, self.check_blocks, self.tp_consistent_activations)
             )
         if isinstance(layer, RoutedExperts):
-            if not self.online and not self.rules.skips(prefix):
-                raise ValueError(f"{prefix}: int8 experts of a checkpoint are not supported yet; convert with --skip experts")
-            log.once("experts of mixture-of-experts layers stay unquantized: not supported yet")
-            return UnquantizedFusedMoEMethod(layer.moe_config)
+            return self._experts_method(layer, prefix) or UnquantizedFusedMoEMethod(layer.moe_config)
         if isinstance(layer, ParallelLMHead) and not self.online and not self.rules.skips(prefix):
             return W8A8LinearMethod(self._hadamard_of(prefix), self.check_blocks)
         return None
+
+    def _experts_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """Method of the experts of one layer; None where they stay as they are.
+
+        Raises:
+            ValueError: some of the experts' projections are skipped and some are not, or the checkpoint has int8 experts that
+                these kernels cannot run.
+        """
+        from vllm_w8a8_plugin import moe
+
+        inputs, output = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name), layer.ckpt_down_proj_name
+        parts = [f"{prefix}.{i}.{part}" for i in range(layer.global_num_experts) for part in (*inputs, output) if part]
+        self._seen.update(parts)
+        skipped = [part for part in parts if self.rules.skips(part)]
+        if skipped and len(skipped) < len(parts):
+            raise ValueError(
+                f"{len(skipped)} of the {len(parts)} projections of {prefix}, such as {skipped[0]}, would be skipped, and "
+                "vLLM runs them all as one: skip all experts (experts) or none"
+            )
+        if skipped or (self.online and not is_quantized_by_default(f"{parts[0]}.weight", ndim=2)):
+            return None
+        refusal = moe.refusal(layer)
+        if refusal is not None and not self.online:
+            raise ValueError(f"{prefix}: int8 experts cannot run here: {refusal}. Convert again with --skip experts")
+        if refusal is not None:
+            log.once(f"experts of mixture-of-experts layers stay unquantized: {refusal}", logging.WARNING)
+            return None
+        if self.tp_consistent_activations:
+            log.once("tp_consistent_activations does not reach experts: each rank quantizes by its own part of a row")
+        # All experts of a layer have one block; each one's projections are named alike.
+        choices = {self._hadamard_of(f"{prefix}.0.{part}") for part in inputs if part}
+        if len(choices) > 1:
+            raise ValueError(f"{prefix}: gate and up projections of the experts have other Hadamard blocks: convert it again")
+        blocks = choices.pop(), self._hadamard_of(f"{prefix}.0.{output}")
+        if self.online:
+            return moe.W8A8OnlineMoEMethod(layer.moe_config, *blocks, self.warn_unmatched)
+        return moe.W8A8MoEMethod(layer.moe_config, *blocks, self.check_blocks)
 
     def _hadamard_of(self, prefix: str) -> str | int:
         """The choice for one layer; for a fused one, what its parts have."""
@@ -198,7 +250,7 @@ def _check_variable_against(checkpoint: dict[str, Any]) -> None:
         )
 
 
-def _fuse_when_compiled() -> None:
+def fuse_when_compiled() -> None:
     """Install the compile pass for the model that is being built: its layers are built before vLLM sets up compilation."""
     from vllm.config import get_current_vllm_config_or_none
 
@@ -216,8 +268,20 @@ def _fuse_when_compiled() -> None:
 
 def checkpoint_refusal(config: dict[str, Any]) -> str | None:
     """Why a checkpoint with this `quantization_config` cannot run on these kernels, or None if it can."""
+    consistent = config.get("tp_consistent_activations", False)
+    if type(consistent) is not bool:
+        return (
+            f"quantization_config has tp_consistent_activations = {consistent!r}, expected true or false. Correct config.json "
+            "or hf_overrides"
+        )
     if config.get("quant_method") == COMPRESSED_TENSORS:
         return _compressed_tensors_refusal(config)
+    unknown = [key for key in config if key not in KNOWN_KEYS]
+    if unknown:  # first: a misspelt key is missing, too
+        return (
+            f"quantization_config has {', '.join(unknown)}, which this version does not know; known are "
+            f"{', '.join(KNOWN_KEYS)}. Correct config.json, or install the newer vllm-w8a8-plugin that wrote it"
+        )
     expected = {"weight_dtype": ("int8",), "scale_dtype": ("fp32",), "hadamard": (0, *sorted(BLOCKS))}
     for key, values in expected.items():
         # The type counts: False and 64.0 equal 0 and 64.
@@ -229,9 +293,6 @@ def checkpoint_refusal(config: dict[str, Any]) -> str | None:
     ignore = config.get("ignore") or []
     if not isinstance(ignore, list) or not all(isinstance(pattern, str) for pattern in ignore):
         return f"quantization_config has ignore = {ignore!r}, expected a list of names or patterns"
-    unknown = [key for key in config if key.startswith("hadamard") and key not in ("hadamard", "hadamard_blocks")]
-    if unknown:
-        return f"quantization_config has {unknown[0]}, which this version does not know: install a newer vllm-w8a8-plugin"
     return None
 
 
@@ -265,11 +326,4 @@ def _compressed_tensors_refusal(config: dict[str, Any]) -> str | None:
     sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
     if sparsity != "dense":
         return f"its weights are sparse ({sparsity})"
-    return None
-
-
-def _experts_refusal(hf_config: Any) -> str | None:
-    configs = [hf_config, getattr(hf_config, "text_config", None)]
-    if any(getattr(config, key, None) for config in configs if config is not None for key in _EXPERT_COUNTS):
-        return "mixture-of-experts checkpoints are not supported yet"
     return None

@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass, field
 
 import vllm_w8a8_plugin
-from vllm_w8a8_plugin import compat, envs
+from vllm_w8a8_plugin import compat, envs, stock_int8
 
 ENTRY_POINT_GROUP = "vllm.general_plugins"
 ENTRY_POINT = "w8a8"
@@ -38,6 +38,8 @@ def diagnose() -> Diagnosis:
     if version is not None:
         compat.load_vllm_ops()
     _diagnose_kernels(result)
+    if version is not None:
+        _diagnose_int8_schemes(result)
     return result
 
 
@@ -69,19 +71,22 @@ def _diagnose_kernels(result: Diagnosis) -> None:
 
     from w8a8_kernels.ops import choose_scaled_mm, device_facts
     from w8a8_kernels.select import select_quantize
+    from w8a8_kernels.tiles import kernel_for
 
     if torch.cuda.is_available():
         devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
         for device in devices:
             major, minor = torch.cuda.get_device_capability(device)
             result.facts.append((str(device), f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"))
-        _diagnose_ptxas(result, sorted({torch.cuda.get_device_capability(device) for device in devices}))
+        _diagnose_ptxas(result, _capabilities())
         device = devices[0]
     else:
         device = torch.device("cpu")
         result.facts.append(("device", f"CPU ({torch.backends.cpu.get_cpu_capability()}), no GPU visible to PyTorch"))
     try:
         envs.check()
+        # Reads VLLM_W8A8_CONFIG_DIR on every machine; below, only a GPU with vLLM's CUTLASS kernels does.
+        kernel_for(1, EXAMPLE_N, EXAMPLE_K, device_name=device.type, capability=(0, 0))
     except ValueError as error:
         result.problems.append(str(error))
     facts = device_facts(device)
@@ -90,7 +95,33 @@ def _diagnose_kernels(result: Diagnosis) -> None:
             quantizer, product = select_quantize(facts), choose_scaled_mm(device, rows, EXAMPLE_N, EXAMPLE_K)
             result.kernels.append((str(rows), f"{quantizer.kernel} + {product.kernel}", product.reason))
     except ValueError as error:
-        result.problems.append(str(error))
+        if str(error) not in result.problems:
+            result.problems.append(str(error))
+
+
+def _capabilities() -> list[tuple[int, int]]:
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return sorted({torch.cuda.get_device_capability(torch.device("cuda", i)) for i in range(count)})
+
+
+def _diagnose_int8_schemes(result: Diagnosis) -> None:
+    """What runs int8 layers of checkpoints that stay on vLLM's own path."""
+    name = "int8 layers of vLLM's own schemes"
+    try:
+        enabled = envs.enabled()
+    except ValueError:
+        return  # said before
+    if not enabled:
+        result.facts += [(name, said) for said in map(stock_int8.failure, _capabilities()) if said is not None]
+        return
+    try:
+        compat.int8_kernels()
+    except LookupError as error:
+        result.problems.append(f"{envs.ENABLE}=1 cannot bring this plugin's kernels to {name}: {error}")
+    else:
+        result.facts.append((name, f"run on this plugin's kernels: {envs.ENABLE}=1"))
 
 
 def _diagnose_ptxas(result: Diagnosis, capabilities: list[tuple[int, int]]) -> None:

@@ -12,6 +12,7 @@ ENABLE = "VLLM_W8A8_ENABLE"
 SKIP_MODULES = "VLLM_W8A8_SKIP_MODULES"
 FUSION = "VLLM_W8A8_FUSION"
 HADAMARD = "VLLM_W8A8_HADAMARD"
+TP_CONSISTENT_ACTIVATIONS = "VLLM_W8A8_TP_CONSISTENT_ACTIVATIONS"
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,8 @@ VARIABLES = (
     Variable(
         ENABLE,
         "0",
-        "1: serve every model in W8A8 that can be: unquantized checkpoints are quantized while loading, int8 "
-        "compressed-tensors checkpoints run on this plugin's kernels, other checkpoints stay on vLLM's own path.",
+        "1: serve every model in W8A8 that can be: unquantized checkpoints are quantized while loading, int8 checkpoints that "
+        "vLLM reads run on this plugin's kernels, other checkpoints stay on vLLM's own path.",
     ),
     Variable(
         SKIP_MODULES,
@@ -42,6 +43,13 @@ VARIABLES = (
         AUTO,
         "Block Hadamard transform of layers that are quantized while loading: auto (a rule chooses the blocks), 0 (none), or "
         "the largest block to use: 16, 32, 64 or 128. Int8 checkpoints have their own; a number that contradicts is refused.",
+    ),
+    Variable(
+        TP_CONSISTENT_ACTIVATIONS,
+        "0",
+        "1: with tensor parallelism, row-parallel layers (o_proj, down_proj) quantize their inputs by the maximum over all "
+        "ranks, so that codes equal those of one rank: one more collective a layer. Where set, it wins over the entry "
+        "tp_consistent_activations of a checkpoint's quantization_config.",
     ),
     Variable(
         KERNEL_VARIABLE, "", "Force one kernel by name: triton, cutlass, dp4a, onednn or torch. Fails where it cannot run."
@@ -81,11 +89,21 @@ def hadamard() -> str | int:
     return parse_choice(os.environ.get(HADAMARD, "").strip() or AUTO, HADAMARD)
 
 
+def tp_consistent_activations(default: bool = False) -> bool:
+    """What VLLM_W8A8_TP_CONSISTENT_ACTIVATIONS asks for; `default` where it is not set.
+
+    Raises:
+        ValueError: the variable is neither a yes nor a no.
+    """
+    return _yes(TP_CONSISTENT_ACTIVATIONS, default)
+
+
 def check() -> None:
     """Raise ValueError for a variable with a value that it does not know."""
     enabled()
     fusion()
     hadamard()
+    tp_consistent_activations()
 
 
 def _yes(name: str, default: bool) -> bool:

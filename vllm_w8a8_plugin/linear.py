@@ -10,13 +10,15 @@ from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeigh
 from vllm.model_executor.utils import replace_parameter
 
 from vllm_w8a8_plugin import envs, log
+from vllm_w8a8_plugin.collective import max_over_ranks
 from vllm_w8a8_plugin.warmup import WARMUP
-from w8a8_kernels import int8_linear, pack_weight, select_scaled_mm
+from w8a8_kernels import int8_linear, pack_weight, quantize_amax, select_scaled_mm
 from w8a8_kernels.hadamard import BLOCKS, chosen_block, ranks_that_fit
 from w8a8_kernels.ops import device_facts
 from w8a8_kernels.quantize.weight import quantize_weight, row_amax
 
-_WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Of weights to quantize, and of scales.
+WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class W8A8LinearMethod(LinearMethodBase):
@@ -25,12 +27,16 @@ class W8A8LinearMethod(LinearMethodBase):
     Args:
         hadamard: what the config says of the layer, one of `w8a8_kernels.hadamard.CHOICES`.
         all_built: called when the model's layers are all there, once for each of them.
+        tp_consistent: whether a row-parallel layer quantizes its input by the maximum over all ranks, not its own part's.
     """
 
-    def __init__(self, hadamard: str | int = 0, all_built: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, hadamard: str | int = 0, all_built: Callable[[], None] = lambda: None, tp_consistent: bool = False
+    ) -> None:
         super().__init__()
         self._hadamard = hadamard
         self._all_built = all_built
+        self._tp_consistent = tp_consistent
 
     def create_weights(
         self,
@@ -43,18 +49,19 @@ class W8A8LinearMethod(LinearMethodBase):
         **extra_weight_attrs,
     ) -> None:
         self._choose_block(layer, input_size, input_size_per_partition)
+        self._choose_scales(layer, input_size, input_size_per_partition)
         weight_loader = extra_weight_attrs["weight_loader"]
         n = sum(output_partition_sizes)
         weight = ModelWeightParameter(
             data=torch.empty(n, input_size_per_partition, dtype=torch.int8),
             input_dim=1,
             output_dim=0,
-            weight_loader=_checked(weight_loader, (torch.int8,)),
+            weight_loader=checked_loader(weight_loader, (torch.int8,)),
         )
         scale = ChannelQuantScaleParameter(
             data=torch.empty(n, 1, dtype=torch.float32),
             output_dim=0,
-            weight_loader=_checked(weight_loader, _WEIGHT_DTYPES),
+            weight_loader=checked_loader(weight_loader, WEIGHT_DTYPES),
         )
         layer.register_parameter("weight", weight)
         layer.register_parameter("weight_scale", scale)
@@ -82,6 +89,18 @@ class W8A8LinearMethod(LinearMethodBase):
         if block:
             log.once(f"W8A8: inputs of linear layers are transformed in Hadamard blocks of {block}")
 
+    def _choose_scales(self, layer: torch.nn.Module, K: int, part: int) -> None:
+        """Set `w8a8_shares_amax`: whether the scales of the layer's input are those of whole rows, of which it has a part."""
+        is_part = isinstance(layer, RowParallelLinear) and part != K
+        layer.w8a8_shares_amax = is_part and self._tp_consistent
+        if layer.w8a8_shares_amax:
+            log.once(
+                f"W8A8: inputs of row-parallel layers are quantized by the maximum over {K // part} ranks "
+                "(tp_consistent_activations): one more collective a layer, and SiLU·mul is not folded into their quantizer"
+            )
+        elif is_part:
+            log.once("W8A8: inputs of row-parallel layers are quantized by each rank's own part of a row")
+
     def _prepare(self, layer: torch.nn.Module, params_dtype: torch.dtype) -> None:
         layer.w8a8_dtype = params_dtype
         layer.register_buffer("packed_weight", None, persistent=False)
@@ -100,7 +119,10 @@ class W8A8LinearMethod(LinearMethodBase):
         WARMUP.ready(layer)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return int8_linear(x, layer.weight, layer.weight_scale, bias, layer.packed_weight, layer.w8a8_hadamard)
+        amax = None
+        if layer.w8a8_shares_amax:
+            amax = max_over_ranks(quantize_amax(x.reshape(-1, x.shape[-1]), layer.w8a8_hadamard))
+        return int8_linear(x, layer.weight, layer.weight_scale, bias, layer.packed_weight, layer.w8a8_hadamard, amax)
 
 
 class W8A8OnlineLinearMethod(W8A8LinearMethod):
@@ -124,7 +146,8 @@ class W8A8OnlineLinearMethod(W8A8LinearMethod):
         **extra_weight_attrs,
     ) -> None:
         self._choose_block(layer, input_size, input_size_per_partition)
-        weight_loader = _checked(extra_weight_attrs["weight_loader"], _WEIGHT_DTYPES)
+        self._choose_scales(layer, input_size, input_size_per_partition)
+        weight_loader = checked_loader(extra_weight_attrs["weight_loader"], WEIGHT_DTYPES)
         if input_size_per_partition != input_size:
             weight_loader = _recording_amax(layer, weight_loader)
         weight = ModelWeightParameter(
@@ -152,7 +175,7 @@ class W8A8OnlineLinearMethod(W8A8LinearMethod):
         super().process_weights_after_loading(layer)
 
 
-def _checked(weight_loader: Callable, dtypes: tuple[torch.dtype, ...]) -> Callable:
+def checked_loader(weight_loader: Callable, dtypes: tuple[torch.dtype, ...]) -> Callable:
     """`weight_loader` that refuses tensors of another dtype, which vLLM would convert without a word."""
 
     @functools.wraps(weight_loader)  # vLLM binds arguments by the signature, which wraps keeps

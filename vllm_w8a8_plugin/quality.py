@@ -216,7 +216,13 @@ def _config(folder: Path, what: str) -> dict:
     file = folder / "config.json"
     if not file.is_file():
         raise ValueError(f"{what}: the folder has no config.json")
-    return json.loads(file.read_text(encoding="utf-8"))
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} holds no JSON object")
+    return config
 
 
 def available(mode: Mode) -> bool:
@@ -563,7 +569,8 @@ def _one_line_errors(out: Path) -> Iterator[None]:
         typer.secho(f"error: {error}", fg=typer.colors.RED, err=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        typer.secho(f"interrupted: what was measured is in {out}", fg=typer.colors.RED, err=True)
+        said = f"what was measured is in {out}" if out.exists() else "nothing was measured yet"
+        typer.secho(f"interrupted: {said}", fg=typer.colors.RED, err=True)
         raise typer.Exit(130) from None
 
 
@@ -584,7 +591,8 @@ def main(
         typer.Option(metavar="NAME=PATH", help="A folder that `vllm-w8a8 convert` wrote, as a mode. May be repeated."),
     ] = None,
     reference: Annotated[
-        list[Reference] | None, typer.Option(help="Type in which the reference runs. May be repeated. Default: fp32.")
+        list[Reference] | None,
+        typer.Option(case_sensitive=False, help="Type in which the reference runs. May be repeated. Default: fp32."),
     ] = None,
     tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of each text.")] = TOKENS,
     support: Annotated[

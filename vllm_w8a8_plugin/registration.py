@@ -3,14 +3,20 @@
 import functools
 import logging
 
-from vllm_w8a8_plugin import compat, envs, log
+from vllm_w8a8_plugin import compat, envs, log, stock_int8
 
 QUANTIZATION = "w8a8"
+# vLLM's methods that may have int8 layers in schemes that `QUANTIZATION` does not read.
+METHODS_WITH_INT8 = ("compressed-tensors", "quark")
 _PATCHED = "_w8a8_patched"
 
 
 def register_plugin() -> None:
-    """Register the quantization method `w8a8`, and wrap `EngineArgs.create_model_config` if VLLM_W8A8_ENABLE is set."""
+    """Register the quantization method `w8a8`; if VLLM_W8A8_ENABLE is set, also change what vLLM does by itself.
+
+    Then `EngineArgs.create_model_config` is wrapped, and our kernel stands in front of vLLM's int8 kernels. If it is not set,
+    one warning is made ready for GPUs on which those fail.
+    """
     version = compat.installed_vllm()
     problem = compat.vllm_problem(version)
     if problem is not None:
@@ -26,9 +32,22 @@ def register_plugin() -> None:
     vllm.envs.environment_variables.update(envs.readers())
     if QUANTIZATION not in QUANTIZATION_METHODS:
         register_quantization_config(QUANTIZATION)(W8A8Config)
-    envs.check()
+    # The other variables are checked where a model asks for W8A8: a bad one must not stop those that do not.
     if envs.enabled():
         _wrap_create_model_config()
+        _offer_int8_kernel()
+    stock_int8.watch()
+
+
+def _offer_int8_kernel() -> None:
+    try:
+        compat.int8_kernels()
+    except LookupError as error:
+        log.once(f"vLLM's own int8 schemes stay on its kernels: {error}", logging.WARNING)
+        return
+    from vllm_w8a8_plugin import scaled_mm
+
+    scaled_mm.offer()
 
 
 def _wrap_create_model_config() -> None:
@@ -57,8 +76,9 @@ def request_w8a8(model_config) -> None:
         log.logger.info("%s=1: %s is quantized to W8A8 while loading", envs.ENABLE, model_config.model)
     elif model_config.quantization != QUANTIZATION:
         log.logger.info(
-            "%s=1: %s is already quantized (%s); vLLM's own path serves it",
+            "%s=1: %s is already quantized (%s); vLLM's own path serves it%s",
             envs.ENABLE,
             model_config.model,
             model_config.quantization,
+            ", int8 layers on this plugin's kernels" if model_config.quantization in METHODS_WITH_INT8 else "",
         )

@@ -20,8 +20,8 @@ from w8a8_kernels.tiles import bucket_of
 class Warmup:
     """Warm-up of one process: told of every W8A8 layer when it is built, and again when its weights are ready.
 
-    Each distinct device, shape, dtype, Hadamard block and limit runs once. When no layer is waiting any more, one line is
-    logged.
+    Each distinct device, shape, dtype, Hadamard block, way to the scales and limit runs once. When no layer is waiting any
+    more, one line is logged.
     """
 
     def __init__(self) -> None:
@@ -60,13 +60,13 @@ class Warmup:
     def _run(self, layer: torch.nn.Module, most: int, fused: bool) -> None:
         start, before = time.perf_counter(), _compilations()
         weight, scale, dtype = layer.weight.data, layer.weight_scale.data, layer.w8a8_dtype
-        hadamard = layer.w8a8_hadamard
+        hadamard, shared_amax = layer.w8a8_hadamard, layer.w8a8_shares_amax
         bias = getattr(layer, "bias", None)
         # Without its bias, too: vLLM leaves it out on all ranks but one of a row-parallel layer, or adds it later.
         for given in (None,) if bias is None else (None, bias.data):
-            key = (weight.device, *weight.shape, dtype, given is not None and given.dtype, most, fused, hadamard)
+            key = (weight.device, *weight.shape, dtype, given is not None and given.dtype, most, fused, hadamard, shared_amax)
             if key not in self._done:
-                warm_up_linear(weight, scale, given, most, dtype, fused=fused, hadamard=hadamard)
+                warm_up_linear(weight, scale, given, most, dtype, fused=fused, hadamard=hadamard, shared_amax=shared_amax)
                 self._done.add(key)
                 self._ran = True
         self._compiled += _compilations() - before

@@ -35,7 +35,7 @@ _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safete
 # What transformers, Mistral and PEFT put beside a model's own weights.
 _NOT_THE_MODEL = ("consolidated", "adapter_model", "training_args", "optimizer")
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".ot", ".tflite"}
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 _SIDE_FILE_LIMIT = 256 * 1000**2
 
 
@@ -281,8 +281,8 @@ class HuggingFaceSource:
                 self.notes.append(f"not carried over, too large: {relative}")
                 continue
             found[str(relative)] = path
-        if not any(name in found for name in _TOKENIZER_FILES):
-            self.notes.append(f"no tokenizer to carry over: {self.path} has none of {', '.join(_TOKENIZER_FILES)}")
+        if not any(name in found for name in TOKENIZER_FILES):
+            self.notes.append(f"no tokenizer to carry over: {self.path} has none of {', '.join(TOKENIZER_FILES)}")
         return found
 
 

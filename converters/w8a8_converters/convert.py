@@ -99,6 +99,7 @@ def convert(
         source_bytes=sum(path.stat().st_size for path in source.files),
         bf16_bytes=bf16_bytes,
         files=plan.files,
+        tensors=plan.tensors,
         ignore=plan.ignore,
         lm_head_extra_bytes=plan.lm_head_extra_bytes,
         notes=[*source.notes, *(folded.notes if folded else ())],

@@ -7,10 +7,12 @@ _IN_A_LAYER = re.compile(r"(^|\.)(layers|h|blocks|block)\.\d+\.")
 _KEPT = re.compile(
     r"(vision|visual|audio|speech|image).*|.*(multi_modal|mm_proj|projector|embed).*"  # towers, projectors, embeddings
     r"|gate|router|router_gate|shared_expert_gate"  # routers: a flipped expert costs more than the bytes
-    r"|eh_proj|fc"  # MTP heads' input projections
-    r"|linear_attn|conv1d|x_proj|dt_proj|in_proj_ba|in_proj_b|in_proj_a"  # recurrent state: errors add up over tokens
+    r"|mtp.*|eh_proj|fc|shared_head"  # MTP heads: a wrong draft costs speed
+    r"|linear_attn|mamba.*|conv1d|x_proj|dt_proj|in_proj_ba|in_proj_b|in_proj_a"  # recurrent state: errors add up over tokens
     r"|.*norm.*|ln_.*|wte|wpe|relative_attention_bias"
 )
+# Mamba-2's projections where other layers' are called by the same parent (Nemotron-H).
+_RECURRENT = re.compile(r"(^|\.)mixer\.(in_proj|out_proj)$")
 _NOT_LINEAR = re.compile(r".*(embed|norm).*|ln_.*|wte|wpe|relative_attention_bias")
 _LM_HEAD = "lm_head"
 # Their linear layers are transposed (transformers' Conv1D, [in, out]), so that rows are not output channels.
@@ -50,4 +52,4 @@ def lm_head_of(embedding: str) -> str:
 
 
 def _is_kept(module: str) -> bool:
-    return is_lm_head(module) or any(map(_KEPT.fullmatch, module.split(".")))
+    return is_lm_head(module) or any(map(_KEPT.fullmatch, module.split("."))) or bool(_RECURRENT.search(module))

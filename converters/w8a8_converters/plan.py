@@ -2,6 +2,7 @@
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,6 +70,12 @@ class Plan:
     @property
     def output_bytes(self) -> int:
         return sum(tensor.nbytes for step in self.steps for tensor in step.outputs)
+
+    @property
+    def tensors(self) -> dict[str, int]:
+        """dtype -> how many tensors are written in it, the most frequent first."""
+        dtypes = Counter(tensor.dtype for step in self.steps for tensor in step.outputs)
+        return {str(dtype).removeprefix("torch."): count for dtype, count in dtypes.most_common()}
 
     @property
     def source_bytes(self) -> int:

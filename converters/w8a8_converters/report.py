@@ -26,6 +26,7 @@ class Report:
     Attributes:
         source_bytes: weights on disk before, without other files.
         output_bytes: weights on disk after.
+        tensors: dtype -> how many tensors were written in it, the most frequent first.
         bf16_bytes: the same tensors, all floating ones in bf16.
         layers: the quantized weights, in the order of the checkpoint.
         ignore: Linear modules that stayed unquantized.
@@ -42,6 +43,7 @@ class Report:
     bf16_bytes: int = 0
     seconds: float = 0.0
     files: list[str] = field(default_factory=list)
+    tensors: dict[str, int] = field(default_factory=dict)
     layers: list[LayerReport] = field(default_factory=list)
     ignore: list[str] = field(default_factory=list)
     lm_head_extra_bytes: int = 0

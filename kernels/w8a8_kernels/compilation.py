@@ -123,6 +123,7 @@ def warm_up_linear(
     *,
     fused: bool,
     hadamard: int = 0,
+    shared_amax: bool = False,
 ) -> None:
     """Run what one layer calls once in every variant that 1 to `most` rows of contiguous activations reach.
 
@@ -136,14 +137,17 @@ def warm_up_linear(
         dtype: of the activations: bf16, fp16 or fp32.
         fused: whether RMSNorm and SiLU·mul may come fused with the layer's quantizer.
         hadamard: the block with which the weight was transformed, 0 for none.
+        shared_amax: whether `quantize_amax` and `quantize(..., amax=...)` serve the layer, instead of all other quantizers.
     """
     if weight.numel():
-        _warm_up_quantizers(weight.shape[1], most, dtype, weight.device, fused, hadamard)
+        _warm_up_quantizers(weight.shape[1], most, dtype, weight.device, fused, hadamard, shared_amax)
         _warm_up_product(weight, weight_scale, bias, most, dtype)
 
 
 @torch.no_grad()
-def _warm_up_quantizers(K: int, most: int, dtype: torch.dtype, device: torch.device, fused: bool, hadamard: int) -> None:
+def _warm_up_quantizers(
+    K: int, most: int, dtype: torch.dtype, device: torch.device, fused: bool, hadamard: int, shared_amax: bool
+) -> None:
     if select_quantize(ops.device_facts(device)).kernel != "triton":
         return
 
@@ -153,6 +157,10 @@ def _warm_up_quantizers(K: int, most: int, dtype: torch.dtype, device: torch.dev
     # Of all ops: where one keeps its tile, it is launched once more and compiles nothing.
     rows = {M for held in (1, 2) for M in quantize_variants(K, dtype, held, hadamard) if M <= most}
     for M in sorted(rows):
+        if shared_amax:
+            amax = torch.ops.w8a8.quantize_amax(zeros(M, K), hadamard=hadamard)
+            torch.ops.w8a8.quantize_with_amax(zeros(M, K), amax, hadamard=hadamard)
+            continue
         torch.ops.w8a8.quantize(zeros(M, K), hadamard=hadamard)
         if fused:
             torch.ops.w8a8.rms_norm_quantize(zeros(M, K), zeros(K), 1e-6, hadamard=hadamard)

@@ -88,6 +88,12 @@ def hadamard_transform(x: torch.Tensor, block: int) -> torch.Tensor:
     Returns:
         [..., K] fp32, contiguous.
     """
+    y = butterflies(x, block)
+    return y.mul_(block**-0.5) if block else y
+
+
+def butterflies(x: torch.Tensor, block: int) -> torch.Tensor:
+    """`hadamard_transform` before it is normalized: the matrix is one of ones and minus ones."""
     x = x.float().contiguous()
     if block == 0 or x.numel() == 0:
         return x
@@ -99,4 +105,4 @@ def hadamard_transform(x: torch.Tensor, block: int) -> torch.Tensor:
         torch.add(pairs[:, 0], pairs[:, 1], out=x[:, 0])
         torch.sub(pairs[:, 0], pairs[:, 1], out=x[:, 1])
         half *= 2
-    return x.view(shape).mul_(block**-0.5)
+    return x.view(shape)

@@ -4,6 +4,8 @@ For inference: results have no gradient. Modules that read a layer's `weight` in
 `torch.nn.TransformerEncoderLayer` does, cannot have their layers replaced: skip them.
 """
 
+import difflib
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -11,7 +13,9 @@ import torch
 from w8a8_kernels.hadamard import AUTO, check_block, chosen_block, parse_choice
 from w8a8_kernels.names import is_row_parallel, name_matcher
 from w8a8_kernels.ops import int8_linear
-from w8a8_kernels.quantize.weight import quantize_weight
+from w8a8_kernels.quantize.weight import quantize_weight, row_amax
+
+log = logging.getLogger(__name__)
 
 DEFAULT_SKIP = ("lm_head", r"re:.*embed")
 
@@ -92,34 +96,63 @@ class W8A8Linear(torch.nn.Module):
 
 
 def quantize_module(model: torch.nn.Module, skip: str | Sequence[str] = DEFAULT_SKIP, hadamard: str | int = AUTO) -> list[str]:
-    """Replace the `torch.nn.Linear` layers inside a model, in place, one after the other; an error stops there.
+    """Replace the `torch.nn.Linear` layers inside a model, in place, one after the other, once all of them are checked.
 
     Subclasses of Linear stay as they are: what they do besides is not known here.
 
     Args:
         model: any module that holds Linear layers.
         skip: patterns of names to leave alone, as `vllm-w8a8 convert --skip` takes them. Given, they replace the default,
-            which is lm_head and whatever has a name with `embed` in it.
+            which is lm_head and whatever has a name with `embed` in it; one that matches no linear layer gets a warning.
         hadamard: as in `W8A8Linear.from_linear`; which layers are row-parallel is told from their names.
 
     Returns:
         names of the replaced layers. A layer that the model holds under several names is quantized once.
 
     Raises:
-        ValueError: a pattern is malformed, `hadamard` is no choice, or a weight holds NaN or inf.
+        ValueError: a pattern is malformed, `hadamard` is no choice, or a weight cannot be quantized, as it holds NaN or inf.
+            The model is as it was.
     """
     hadamard = parse_choice(hadamard)
     skip = [skip] if isinstance(skip, str) else skip
-    matchers = [name_matcher(pattern) for pattern in skip]
+    matchers = {pattern: name_matcher(pattern) for pattern in skip}
+    linear_names = []
     names_of: dict[torch.nn.Linear, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if name and type(module) is torch.nn.Linear and not any(matches(name) for matches in matchers):
+        if isinstance(module, (torch.nn.Linear, W8A8Linear)):
+            linear_names.append(name)
+        if name and type(module) is torch.nn.Linear and not any(matches(name) for matches in matchers.values()):
             names_of.setdefault(module, []).append(name)
     groups = list(names_of.values())
     del names_of, module  # no reference but the model's, so that each layer goes when its successor has come
-    for names in groups:
-        quantized = W8A8Linear.from_linear(model.get_submodule(names[0]), hadamard, row_parallel=is_row_parallel(names[0]))
+    unmatched = [pattern for pattern, matches in matchers.items() if not any(map(matches, linear_names))]
+    _warn_unmatched([pattern for pattern in unmatched if pattern not in DEFAULT_SKIP], linear_names)
+    blocks = [_checked_block(names[0], model.get_submodule(names[0]), hadamard) for names in groups]
+    for names, block in zip(groups, blocks, strict=True):
+        quantized = W8A8Linear.from_linear(model.get_submodule(names[0]), block)
         for name in names:
             parent, _, last = name.rpartition(".")
             setattr(model.get_submodule(parent), last, quantized)
     return [name for names in groups for name in names]
+
+
+def _warn_unmatched(patterns: list[str], names: list[str]) -> None:
+    for pattern in patterns:
+        near = difflib.get_close_matches(pattern, {name.rpartition(".")[2] for name in names})
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        log.warning("quantize_module: skip pattern %r matches no linear layer of this model%s", pattern, hint)
+
+
+def _checked_block(name: str, linear: torch.nn.Linear, hadamard: str | int) -> int:
+    """The layer's Hadamard block. Raises ValueError where `W8A8Linear.from_linear` would: reads the weight as that does."""
+    shape = (linear.out_features, linear.in_features)
+    if tuple(linear.weight.shape) != shape:
+        raise ValueError(f"{name}: got a weight of shape {tuple(linear.weight.shape)}, expected {shape}: skip it")
+    block = chosen_block(hadamard, linear.in_features, row_parallel=is_row_parallel(name))
+    try:
+        amax = row_amax(linear.weight.detach(), block)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}: skip it") from None
+    if not torch.isfinite(amax).all():
+        raise ValueError(f"{name}: the weight holds NaN or inf: mend the model, or skip it")
+    return block

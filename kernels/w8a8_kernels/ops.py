@@ -9,9 +9,12 @@ import importlib.util
 
 import torch
 
+from w8a8_kernels.grouped_mm.config import ExpertsPlan, experts_plan, select_experts
+from w8a8_kernels.grouped_mm.reference import int8_experts_reference
 from w8a8_kernels.hadamard import check_block
 from w8a8_kernels.quantize.reference import (
     add_rms_norm_quantize_reference,
+    quantize_amax_reference,
     quantize_reference,
     rms_norm_quantize_reference,
     silu_mul_quantize_reference,
@@ -34,6 +37,8 @@ ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # The library object must stay alive: dropping it unregisters the ops.
 _LIBRARY = torch.library.Library("w8a8", "FRAGMENT")
 _LIBRARY.define("quantize(Tensor x, int hadamard=0) -> (Tensor, Tensor)")
+_LIBRARY.define("quantize_amax(Tensor x, int hadamard=0) -> Tensor")
+_LIBRARY.define("quantize_with_amax(Tensor x, Tensor amax, int hadamard=0) -> (Tensor, Tensor)")
 _LIBRARY.define(
     "rms_norm_quantize(Tensor x, Tensor weight, float eps, float weight_offset=0.0, int hadamard=0) -> (Tensor, Tensor)"
 )
@@ -47,6 +52,11 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     "scaled_mm_packed(Tensor x, Tensor x_scale, Tensor packed, int N, Tensor? bias, ScalarType out_dtype) -> Tensor"
+)
+_LIBRARY.define(
+    "int8_experts(Tensor x, Tensor w13, Tensor w13_scale, Tensor w2, Tensor w2_scale, Tensor topk_weights, Tensor topk_ids,"
+    " int hadamard13=0, int hadamard2=0, Tensor? expert_map=None, bool apply_weight_on_input=False, Tensor? w13_bias=None,"
+    " Tensor? w2_bias=None) -> Tensor"
 )
 
 
@@ -107,6 +117,28 @@ def _quantize_cuda(x: torch.Tensor, hadamard: int = 0) -> tuple[torch.Tensor, to
     from w8a8_kernels.quantize.row import quantize_row
 
     return quantize_row(x, hadamard, **options)
+
+
+def _quantize_amax_cuda(x: torch.Tensor, hadamard: int = 0) -> torch.Tensor:
+    options = _row_options(device_facts(x.device))
+    if options is None:
+        return quantize_amax_reference(x, hadamard)
+    from w8a8_kernels.quantize.row import quantize_amax_row
+
+    return quantize_amax_row(x, hadamard, **options)
+
+
+def _quantize_with_amax_cpu(x: torch.Tensor, amax: torch.Tensor, hadamard: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    return quantize_reference(x, hadamard, amax)
+
+
+def _quantize_with_amax_cuda(x: torch.Tensor, amax: torch.Tensor, hadamard: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    options = _row_options(device_facts(x.device))
+    if options is None:
+        return quantize_reference(x, hadamard, amax)
+    from w8a8_kernels.quantize.row import quantize_row
+
+    return quantize_row(x, hadamard, amax, **options)
 
 
 def _rms_norm_quantize_cuda(
@@ -177,8 +209,57 @@ def _scaled_mm_cuda(
     return scaled_mm_reference(x, x_scale, weight, weight_scale, bias, out_dtype)
 
 
+def plan_experts(
+    device: torch.device, T: int, top_k: int, w13: torch.Tensor, w2: torch.Tensor, expert_map: torch.Tensor | None
+) -> ExpertsPlan:
+    """`experts_plan` for this GPU and these weights; T from 1."""
+    experts, hidden, intermediate = w2.shape
+    return experts_plan(
+        T,
+        top_k,
+        experts=experts,
+        num_global_experts=experts if expert_map is None else expert_map.numel(),
+        hidden=hidden,
+        intermediate=intermediate,
+        capability=device_facts(device).capability,
+        num_sms=_num_sms(device),
+    )
+
+
+def _int8_experts_cuda(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    hadamard13: int = 0,
+    hadamard2: int = 0,
+    expert_map: torch.Tensor | None = None,
+    apply_weight_on_input: bool = False,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    T, top_k = topk_ids.shape
+    if x.numel() == 0 or top_k == 0:
+        return x.new_zeros(x.shape)
+    arguments = (x, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, hadamard13, hadamard2, expert_map)
+    arguments += (apply_weight_on_input, w13_bias, w2_bias)
+    facts = device_facts(x.device)
+    if select_experts(facts).kernel != "triton":
+        return int8_experts_reference(*arguments)
+    from w8a8_kernels.grouped_mm.experts import int8_experts_grouped
+
+    return int8_experts_grouped(*arguments, plan=plan_experts(x.device, T, top_k, w13, w2, expert_map), **_row_options(facts))
+
+
 _LIBRARY.impl("quantize", quantize_reference, "CPU")
 _LIBRARY.impl("quantize", _quantize_cuda, "CUDA")
+_LIBRARY.impl("quantize_amax", quantize_amax_reference, "CPU")
+_LIBRARY.impl("quantize_amax", _quantize_amax_cuda, "CUDA")
+_LIBRARY.impl("quantize_with_amax", _quantize_with_amax_cpu, "CPU")
+_LIBRARY.impl("quantize_with_amax", _quantize_with_amax_cuda, "CUDA")
 _LIBRARY.impl("rms_norm_quantize", rms_norm_quantize_reference, "CPU")
 _LIBRARY.impl("rms_norm_quantize", _rms_norm_quantize_cuda, "CUDA")
 _LIBRARY.impl("add_rms_norm_quantize", add_rms_norm_quantize_reference, "CPU")
@@ -188,11 +269,23 @@ _LIBRARY.impl("silu_mul_quantize", _silu_mul_quantize_cuda, "CUDA")
 _LIBRARY.impl("scaled_mm", scaled_mm_reference, "CPU")
 _LIBRARY.impl("scaled_mm", _scaled_mm_cuda, "CUDA")
 _LIBRARY.impl("scaled_mm_packed", scaled_mm_onednn, "CPU")
+_LIBRARY.impl("int8_experts", int8_experts_reference, "CPU")
+_LIBRARY.impl("int8_experts", _int8_experts_cuda, "CUDA")
 
 
 @torch.library.register_fake("w8a8::quantize")
 def _quantize_fake(x: torch.Tensor, hadamard: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(x.shape, dtype=torch.int8), x.new_empty((x.shape[0], 1), dtype=torch.float32)
+
+
+@torch.library.register_fake("w8a8::quantize_amax")
+def _quantize_amax_fake(x: torch.Tensor, hadamard: int = 0) -> torch.Tensor:
+    return x.new_empty((x.shape[0], 1), dtype=torch.float32)
+
+
+@torch.library.register_fake("w8a8::quantize_with_amax")
+def _quantize_with_amax_fake(x: torch.Tensor, amax: torch.Tensor, hadamard: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    return _quantize_fake(x)
 
 
 @torch.library.register_fake("w8a8::rms_norm_quantize")
@@ -224,25 +317,60 @@ def _scaled_mm_packed_fake(x, x_scale, packed, N, bias, out_dtype):
     return x.new_empty((x.shape[0], N), dtype=out_dtype)
 
 
-def quantize(x: torch.Tensor, hadamard: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+@torch.library.register_fake("w8a8::int8_experts")
+def _int8_experts_fake(x, *arguments, **options):
+    return x.new_empty(x.shape)
+
+
+def quantize(x: torch.Tensor, hadamard: int = 0, amax: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Symmetric int8 quantization of every row by its own absolute maximum; the rule is in `quantize_reference`.
 
     Args:
         x: [M, K], bf16, fp16 or fp32; rows of any stride; M and K from 0.
         hadamard: size of the blocks that are transformed first (`w8a8_kernels.hadamard`), a divisor of K; 0 for none.
+        amax: [M, 1] fp32, where x holds only some columns of each row (a tensor-parallel shard, which must cut no block): the
+            elementwise maximum of `quantize_amax` of all shards, NaN where one is NaN. It is not checked: values beyond it get
+            arbitrary codes. Default: taken from x.
 
     Returns:
-        codes [M, K] int8 and scale [M, 1] fp32, without a transform the same bits on every device and kernel.
+        codes [M, K] int8 and scale [M, 1] fp32, without a transform the same bits on every device and kernel; with `amax`
+        those of whole rows.
+
+    Raises:
+        ValueError: x or amax has another shape or dtype, or no such block fits.
+    """
+    _check_rows("quantize", x, hadamard)
+    if amax is None:
+        return torch.ops.w8a8.quantize(x, hadamard)
+    if amax.shape != (x.shape[0], 1) or amax.dtype != torch.float32:
+        raise ValueError(
+            f"quantize: got amax of shape {tuple(amax.shape)} and dtype {amax.dtype}, expected ({x.shape[0]}, 1) in fp32, as "
+            "quantize_amax gives it"
+        )
+    return torch.ops.w8a8.quantize_with_amax(x, amax, hadamard)
+
+
+def quantize_amax(x: torch.Tensor, hadamard: int = 0) -> torch.Tensor:
+    """Greatest magnitude of every row, or of its Hadamard transform before that is normalized, for `quantize(..., amax=...)`.
+
+    Args:
+        x, hadamard: as in `quantize`.
+
+    Returns:
+        [M, 1] fp32, NaN or inf for a row that holds one. No sign bit is set: as int32 their bits have the same order, with NaN
+        above inf.
 
     Raises:
         ValueError: x has another rank or dtype, or no such block fits.
     """
+    _check_rows("quantize_amax", x, hadamard)
+    return torch.ops.w8a8.quantize_amax(x, hadamard)
+
+
+def _check_rows(op: str, x: torch.Tensor, hadamard: int) -> None:
     if x.dim() != 2 or x.dtype not in ACTIVATION_DTYPES:
-        raise ValueError(
-            f"quantize: got x of shape {tuple(x.shape)} and dtype {x.dtype}, expected [M, K] in bf16, fp16 or fp32"
-        )
-    check_block(hadamard, x.shape[1], "quantize")
-    return torch.ops.w8a8.quantize(x, hadamard)
+        raise ValueError(f"{op}: got x of shape {tuple(x.shape)} and dtype {x.dtype}, expected [M, K] in bf16, fp16 or fp32")
+    check_block(hadamard, x.shape[1], op)
 
 
 def rms_norm_quantize(
@@ -394,6 +522,7 @@ def int8_linear(
     bias: torch.Tensor | None = None,
     packed: torch.Tensor | None = None,
     hadamard: int = 0,
+    amax: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """A linear layer with int8 weights whose input is quantized per token.
 
@@ -404,14 +533,125 @@ def int8_linear(
         bias: [N] floating, or None.
         packed: what `pack_weight` returned for x's dtype.
         hadamard: the block with which the weight was transformed before it was quantized; 0 for none.
+        amax: as in `quantize`, of the rows of x as a matrix [-1, K].
 
     Returns:
         [..., N] in x's dtype.
     """
-    codes, x_scale = torch.ops.w8a8.quantize(x.reshape(-1, x.shape[-1]), hadamard)
+    rows = x.reshape(-1, x.shape[-1])
+    if amax is None:
+        codes, x_scale = torch.ops.w8a8.quantize(rows, hadamard)
+    else:
+        codes, x_scale = torch.ops.w8a8.quantize_with_amax(rows, amax, hadamard)
     N = weight_scale.shape[0]
     if packed is not None:
         out = torch.ops.w8a8.scaled_mm_packed(codes, x_scale, packed, N, bias, x.dtype)
     else:
         out = torch.ops.w8a8.scaled_mm(codes, x_scale, weight, weight_scale, bias, x.dtype)
     return out.reshape(*x.shape[:-1], N)
+
+
+def int8_experts(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    *,
+    hadamard13: int = 0,
+    hadamard2: int = 0,
+    expert_map: torch.Tensor | None = None,
+    apply_weight_on_input: bool = False,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+    activation: str = "silu",
+) -> torch.Tensor:
+    """A layer of experts with int8 weights: the weighted sum of `w2 @ (silu(gate @ x) * (up @ x))` over each token's experts.
+
+    Inputs of both products are quantized per row, as in `quantize` and `silu_mul_quantize`; the products are those of
+    `scaled_mm`, rounded to x's dtype; weights and sum over the experts are in fp32, in the order of `topk_ids`, rounded once.
+
+    Args:
+        x: [T, hidden], bf16, fp16 or fp32; rows of any stride.
+        w13: codes [E, 2 * intermediate, hidden] int8, each expert's gate above its up projection; neighbouring columns side by
+            side.
+        w13_scale: [E, 2 * intermediate, 1] fp32.
+        w2: codes [E, hidden, intermediate] int8, likewise.
+        w2_scale: [E, hidden, 1] fp32.
+        topk_weights: [T, top_k], bf16, fp16 or fp32.
+        topk_ids: [T, top_k] int32 or int64. An id that is no expert's, such as -1, contributes zero.
+        hadamard13, hadamard2: the blocks with which w13 and w2 were transformed before they were quantized; 0 for none.
+        expert_map: [num_global_experts] int32, for expert parallelism: index in w13 and w2 of each expert, -1 where another
+            rank holds it, whose pairs contribute zero. Values are not checked. Default: ids are indices.
+        apply_weight_on_input: multiply a pair's x (its scale, in fp32) by its weight, instead of its result.
+        w13_bias: [E, 2 * intermediate] floating, or None.
+        w2_bias: [E, hidden] floating, or None.
+        activation: "silu", the only one there is.
+
+    Returns:
+        [T, hidden] in x's dtype.
+
+    Raises:
+        ValueError: shapes, dtypes, strides or blocks do not fit, another activation, or rows so long that int32 sums could
+            overflow.
+    """
+    if activation != "silu":
+        raise ValueError(f"int8_experts: got activation {activation!r}, expected 'silu', the only one that is implemented")
+    if x.dim() != 2 or w2.dim() != 3 or topk_ids.dim() != 2:
+        raise ValueError(
+            f"int8_experts: got x of shape {tuple(x.shape)}, w2 of shape {tuple(w2.shape)} and topk_ids of shape "
+            f"{tuple(topk_ids.shape)}, expected [T, hidden], [E, hidden, intermediate] and [T, top_k]"
+        )
+    (T, hidden), (E, _, intermediate), top_k = x.shape, w2.shape, topk_ids.shape[1]
+    expected = {
+        "x": (x, (T, hidden), ACTIVATION_DTYPES),
+        "w13": (w13, (E, 2 * intermediate, hidden), (torch.int8,)),
+        "w13_scale": (w13_scale, (E, 2 * intermediate, 1), (torch.float32,)),
+        "w2": (w2, (E, hidden, intermediate), (torch.int8,)),
+        "w2_scale": (w2_scale, (E, hidden, 1), (torch.float32,)),
+        "topk_weights": (topk_weights, (T, top_k), ACTIVATION_DTYPES),
+        "topk_ids": (topk_ids, (T, top_k), (torch.int32, torch.int64)),
+    }
+    if expert_map is not None:
+        expected["expert_map"] = (expert_map, (expert_map.numel(),), (torch.int32,))
+    if w13_bias is not None:
+        expected["w13_bias"] = (w13_bias, (E, 2 * intermediate), ACTIVATION_DTYPES)
+    if w2_bias is not None:
+        expected["w2_bias"] = (w2_bias, (E, hidden), ACTIVATION_DTYPES)
+    for name, (tensor, shape, dtypes) in expected.items():
+        if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
+            raise ValueError(
+                f"int8_experts: got {name} of shape {tuple(tensor.shape)} and dtype {tensor.dtype}, expected {shape} and "
+                f"{' or '.join(map(str, dtypes))}"
+            )
+        # Of x, topk_ids and topk_weights a copy is cheap, so theirs are free.
+        whole = name.startswith("w") or name == "expert_map"
+        if whole and not (tensor.is_contiguous() or (name in ("w13", "w2") and tensor.stride(2) == 1)):
+            need = "columns side by side" if name in ("w13", "w2") else "a contiguous tensor"
+            raise ValueError(
+                f"int8_experts: got {name} with strides {tensor.stride()}, expected {need}: call contiguous() once"
+            )
+    if E == 0 or (expert_map is not None and expert_map.numel() == 0):
+        raise ValueError("int8_experts: got no experts, expected one at least")
+    for name, K in (("hidden", hidden), ("intermediate", intermediate)):
+        if K > MAX_K:
+            raise ValueError(f"int8_experts: got {name} {K}, expected at most {MAX_K}: larger int32 sums could overflow")
+    check_block(hadamard13, hidden, "int8_experts, hadamard13")
+    check_block(hadamard2, intermediate, "int8_experts, hadamard2")
+    return torch.ops.w8a8.int8_experts(
+        x,
+        w13,
+        w13_scale,
+        w2,
+        w2_scale,
+        topk_weights,
+        topk_ids,
+        hadamard13,
+        hadamard2,
+        expert_map,
+        apply_weight_on_input,
+        w13_bias,
+        w2_bias,
+    )

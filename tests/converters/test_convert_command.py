@@ -44,7 +44,11 @@ def test_format_and_overwrite(checkpoint, command, tmp_path):
     refused = command("--format", "bf16")
     assert refused.returncode == 1
     assert "give --overwrite" in refused.stderr
-    assert command("--format", "bf16", "--overwrite").returncode == 0
+    written = command("--format", "BF16", "--overwrite")
+    assert written.returncode == 0
+    assert "21 tensors written in bfloat16, " in written.stderr
+    assert "quantized" not in written.stderr
+    assert "no effect with --format bf16" in command("--format", "bf16", "--quality", "AUTO", "--overwrite").stderr
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
@@ -52,6 +56,8 @@ def test_hadamard(checkpoint, command, tmp_path):
     checkpoint()
     assert command("--hadamard", "0").returncode == 0
     assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["hadamard"] == 0
+    assert command("--hadamard", "AUTO", "--overwrite").returncode == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["hadamard"] == 64
     assert command("--hadamard", "0", "--format", "compressed-tensors", "--overwrite").returncode == 0
     refused = command("--hadamard", "auto", "--format", "compressed-tensors", "--overwrite")
     assert refused.returncode == 1
@@ -73,6 +79,41 @@ def test_an_error_is_one_line(checkpoint, command, tmp_path):
     ]
     assert not (tmp_path / "out").exists()
     assert "nowhere does not exist" in command(src="nowhere").stderr
+
+
+INTERRUPTED = """
+import os, signal, sys
+from vllm_w8a8_plugin.cli import app
+
+def interrupt(*_):
+    os.kill(os.getpid(), signal.{signal})
+
+class WhileImporting:
+    def find_spec(self, name, *_):
+        if name == "w8a8_converters.convert":
+            interrupt()
+
+if {while_importing}:
+    sys.meta_path.insert(0, WhileImporting())
+else:
+    import w8a8_converters.convert
+    w8a8_converters.convert._write_side_files = interrupt  # the last step: the weights are written
+app()
+"""
+
+
+@pytest.mark.parametrize("while_importing", [False, True], ids=["writing", "importing"])
+@pytest.mark.parametrize(("signal", "status"), [("SIGTERM", 143), ("SIGINT", 130)])
+def test_interrupted(checkpoint, tmp_path, signal, status, while_importing):
+    checkpoint()
+    code = INTERRUPTED.format(signal=signal, while_importing=while_importing)
+    environment = {**os.environ, "PYTHONPATH": ROOTS}
+    arguments = [sys.executable, "-c", code, "convert", "src", "out"]
+    result = subprocess.run(arguments, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert result.returncode == status
+    assert result.stderr.splitlines()[-1] == "interrupted: out was not written"
+    assert "Traceback" not in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["src"]
 
 
 @pytest.mark.parametrize("loaded", ["torch", "vllm", "rich", "w8a8_converters.convert"])

@@ -282,6 +282,24 @@ def test_bad_calibration_text(word_model, tmp_path, text):
         convert(src, tmp_path / "out", folding=FoldingOptions(equalize=True, calibration=tmp_path / "bad.txt"))
 
 
+def test_tokenizer_is_missing_or_damaged(word_model, tmp_path):
+    src, _ = word_model()
+    (src / "tokenizer.json").write_text("{}")
+    folding = FoldingOptions(equalize=True, calibration=tmp_path / "text.txt")
+    with pytest.raises(ConversionError, match=r"its tokenizer cannot be loaded to read a text: \w+: .*[^.]\. Copy .* again$"):
+        convert(src, tmp_path / "out", folding=folding)
+    (src / "tokenizer.json").unlink()
+    for tokenizer_config in ("kept", "removed"):
+        if tokenizer_config == "removed":
+            (src / "tokenizer_config.json").unlink()
+        with pytest.raises(ConversionError) as raised:
+            convert(src, tmp_path / "out", folding=folding)
+        assert str(raised.value) == (
+            f"{src} has no tokenizer, with which --equalize and --quality read a text: it has none of tokenizer.json, "
+            "tokenizer.model, vocab.json, tekken.json. Copy the tokenizer's files of the original model into that folder"
+        )
+
+
 def test_damaged_weights_are_told_before_the_model_runs(word_model, tmp_path):
     src, model = word_model()
     with torch.no_grad():

@@ -32,7 +32,10 @@ WORKERS = 2
 
 @dataclass(frozen=True)
 class Case:
-    """One call of an op: `scaled_mm` on [M, K] and [N, K], or a quantizer that writes codes [M, K]."""
+    """One call of an op: `scaled_mm` on [M, K] and [N, K], or a quantizer that writes codes [M, K].
+
+    Or `int8_experts` on [M, K], with N intermediate columns, on one of two ranks.
+    """
 
     target: int
     op: str
@@ -43,6 +46,8 @@ class Case:
     bias: bool = True
     kernel: str = ""  # what VLLM_W8A8_KERNEL forces; empty: the default choice
     hadamard: int = 0  # size of a quantizer's blocks
+    experts: int = 0  # that one rank holds
+    top_k: int = 0
     gpu: str = ""  # whose measured tiles are taken; empty: none's
     triton: str = ""  # folder of the Triton that compiles; empty: the one that is installed
 
@@ -53,6 +58,7 @@ class Case:
             for f in (self.dtype, self.kernel, "" if self.bias else "no-bias", self.hadamard and f"h{self.hadamard}", self.gpu)
             if f
         )
+        flags += f"-{self.top_k}of{self.experts}" if self.experts else ""
         return f"sm{self.target}-{self.op}-{shape}-{flags}" + (f"-{Path(self.triton).name}" if self.triton else "")
 
 
@@ -196,6 +202,20 @@ def _call(case: Case) -> None:
         ops._add_rms_norm_quantize_cuda(tensor(M, K), tensor(M, K), tensor(K), 1e-6, 0.0, case.hadamard)
     elif case.op == "silu_mul_quantize":
         ops._silu_mul_quantize_cuda(tensor(M, 2 * K), case.hadamard)
+    elif case.op == "int8_experts":
+        E, int8, fp32 = case.experts, torch.int8, torch.float32
+        ops._int8_experts_cuda(
+            tensor(M, K),
+            tensor(E, 2 * N, K, dtype=int8),
+            tensor(E, 2 * N, 1, dtype=fp32),
+            tensor(E, K, N, dtype=int8),
+            tensor(E, K, 1, dtype=fp32),
+            tensor(M, case.top_k, dtype=fp32),
+            tensor(M, case.top_k, dtype=torch.int32),
+            expert_map=tensor(2 * E, dtype=torch.int32),
+            w13_bias=tensor(E, 2 * N) if case.bias else None,
+            w2_bias=tensor(E, K) if case.bias else None,
+        )
     else:
         raise ValueError(f"no such op: {case.op}")
 

@@ -3,6 +3,8 @@
 import torch
 
 import w8a8_kernels
+from w8a8_kernels.grouped_mm import ExpertsPlan, GroupedTile, int8_experts_reference
+from w8a8_kernels.grouped_mm.experts import int8_experts_grouped
 from w8a8_kernels.ops import device_facts
 from w8a8_kernels.quantize import quantize_reference
 from w8a8_kernels.quantize.config import MAX_BLOCK_BYTES
@@ -22,6 +24,7 @@ def quantizers() -> None:
         codes, _ = w8a8_kernels.quantize(x, hadamard)
         expected, _ = quantize_reference(x.cpu(), hadamard)
         assert int((codes.cpu().int() - expected.int()).abs().max()) <= (1 if hadamard else 0)
+        w8a8_kernels.quantize(x, hadamard, w8a8_kernels.quantize_amax(x, hadamard))
         w8a8_kernels.rms_norm_quantize(x, weight, 1e-6, hadamard=hadamard)
         w8a8_kernels.add_rms_norm_quantize(x, x.clone(), weight, 1e-6, hadamard=hadamard)
         w8a8_kernels.silu_mul_quantize(torch.randn(M, 2 * K, device="cuda", dtype=DTYPE), hadamard)
@@ -54,8 +57,40 @@ def products() -> None:
         torch.testing.assert_close(scaled_mm_dp4a(*on_gpu, DTYPE, num_sms=132).cpu(), expected)
 
 
+def experts() -> None:
+    pdl = has_dependent_launch(device_facts(torch.device("cuda")).capability)
+    plans = [
+        ExpertsPlan(direct, tile, tile)
+        for direct in (True, False)
+        for tile in (
+            GroupedTile(16, 64, 64, 4, 3, swap=True, prefetch=32 if pdl else 0),
+            GroupedTile(64, 64, 64, 4, 3, tma=pdl),
+        )
+    ]
+    for T, E, top_k, hidden, intermediate in ((5, 7, 2, 208, 144), (90, 3, 2, 101, 33)):
+        scores = torch.rand(T, 2 * E)
+        weights, ids = scores.topk(top_k)
+        expert_map = torch.full((2 * E,), -1, dtype=torch.int32)
+        expert_map[::2] = torch.arange(E, dtype=torch.int32)
+        args = (
+            torch.randn(T, hidden).to(DTYPE),
+            torch.randint(-127, 128, (E, 2 * intermediate, hidden), dtype=torch.int8),
+            torch.rand(E, 2 * intermediate, 1) / (127 * hidden**0.5),
+            torch.randint(-127, 128, (E, hidden, intermediate), dtype=torch.int8),
+            torch.rand(E, hidden, 1) / (127 * intermediate**0.5),
+            weights,
+            ids,
+        )
+        expected = int8_experts_reference(*args, expert_map=expert_map)
+        on_gpu = [arg.cuda() for arg in args]
+        for plan in plans:
+            got = int8_experts_grouped(*on_gpu, expert_map=expert_map.cuda(), plan=plan, pdl=pdl).cpu()
+            assert float((got - expected).double().norm() / expected.double().norm()) <= 5e-3
+
+
 if __name__ == "__main__":
     quantizers()
     products()
+    experts()
     torch.cuda.synchronize()
     print("all kernels ran")

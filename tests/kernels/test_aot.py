@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from aot import NUM_SMS, Case, Launch, Result, compile_cases
 
+from w8a8_kernels.grouped_mm import experts_plan
 from w8a8_kernels.tiles import CONFIG_DIR, Tile, read_table
 
 triton = pytest.importorskip("triton")
@@ -51,7 +52,30 @@ def bounding_cases() -> list[Case]:
     cases += [Case(target, "scaled_mm", M, 4096, 4096, kernel="dp4a") for target in (90, 120) for M in (1, 4096)]
     # Blocks loaded by the tensor memory accelerator: every tile of the rule.
     cases += [Case(90, "scaled_mm", M, K, N) for M, N, K in ((128, 1024, 1024), (128, 6144, 4096), (128, 24576, 4096))]
-    return cases + shipped_cases()
+    return cases + expert_cases() + shipped_cases()
+
+
+def expert_cases() -> list[Case]:
+    """Every tile of the rule for experts, at the fewest tokens that get it: K that divides into steps and K that does not."""
+    cases: dict[tuple, Case] = {}
+    for target in TARGETS:
+        if target < 80:
+            continue  # the reference in torch
+        for hidden, inner in ((2048, 768), (1024, 96), (200, 100)):
+            for M in [1 << i for i in range(14)]:
+                plan = experts_plan(
+                    M,
+                    8,
+                    experts=64,
+                    num_global_experts=128,
+                    hidden=hidden,
+                    intermediate=inner,
+                    capability=divmod(target, 10),
+                    num_sms=NUM_SMS[target],
+                )
+                case = Case(target, "int8_experts", M, hidden, inner, bias=inner != 768, experts=64, top_k=8)
+                cases.setdefault((target, hidden, plan), case)
+    return list(cases.values())
 
 
 def shipped_cases() -> list[Case]:
@@ -96,7 +120,7 @@ def full_cases() -> list[Case]:
                 for block in (16, 32, 64, 128)
                 if K % block == 0
             ]
-    return cases + shipped_cases()
+    return cases + expert_cases() + shipped_cases()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -128,7 +152,7 @@ def expected_instruction(launch: Launch, case: Case) -> str | None:
     """What the launch is for: the instruction that its inner loop must have come to; None where it multiplies nothing."""
     if "dp4a" in launch.kernel:
         return "dp4a"
-    if launch.kernel != "scaled_mm_split_k_kernel":
+    if launch.kernel not in ("scaled_mm_split_k_kernel", "grouped_mm_kernel"):
         return None
     rows = launch.constants["BLOCK_N" if launch.constants.get("SWAP") else "BLOCK_M"]
     if case.target == 90 and rows >= 64:

@@ -35,6 +35,7 @@ def serving_cases(config_dir: Path) -> list[Case]:
     cases += [Case(90, 1024, 3072, 600, kernel=kernel) for kernel in ("dp4a", "triton")]
     cases += [Case(90, 96, K, 300, dtype=dtype) for K in (16384, 40000) for dtype in ("bfloat16", "float32")]
     cases += [Case(90, 1024, 3072, most, cutlass=True, config_dir=str(config_dir)) for most in (100, 2048)]
+    cases += [Case(90, 1024, K, 1200, hadamard=block, shared_amax=True) for K, block in ((1536, 0), (3072, 64), (40000, 0))]
     # As DeepSeek's two norms read their parts of one projection.
     cases += [Case(90, 1024, 1536, 300, wider=576), Case(90, 1024, 512, 300, wider=1600, offset=1536)]
     return cases
@@ -60,17 +61,19 @@ def test_nothing_compiles_late(tmp_path: Path) -> None:
 
 
 def test_too_short_a_warmup_is_seen() -> None:
-    few, plain, none = serve_cases(
+    few, plain, none, shared = serve_cases(
         [
             Case(90, 1024, 3072, 2048, warm_up_to=16),
             Case(90, 1024, 3072, 300, warm_up_fused=False),
             Case(75, 1024, 3072, 1, dtype="float16", warm_up_to=0),
+            Case(90, 1024, 3072, 1, warm_up_to=0, shared_amax=True),
         ]
     )
     assert {line.split()[-1] for line in few.late} >= {"quantize_row_kernel", "scaled_mm_split_k_kernel"}
     assert all(int(line.split()[0]) > 16 for line in few.late)
     assert {line.split()[-1] for line in plain.late} == {"rms_norm_quantize_kernel", "silu_mul_quantize_kernel"}
     assert len(none.late) == 6  # quantizer, product and the sum of its parts, two norms, SiLU·mul
+    assert [line.split()[-1] for line in shared.late].count("quantize_row_kernel") == 2  # the maximum, and the codes
 
 
 def test_unaligned_rows_compile_nothing_of_their_own() -> None:

@@ -103,6 +103,36 @@ def test_model_is_left_alone_where_arguments_are_wrong() -> None:
     assert not any(isinstance(module, W8A8Linear) for module in model.modules())
 
 
+def test_warns_of_patterns_that_match_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    quantize_module(small_model())
+    quantize_module(torch.nn.Sequential(linear()))  # the default's patterns may match nothing
+    assert not caplog.messages
+    quantize_module(small_model(), ["up_prj", "odd", "lm_head", "re:nowhere"])
+    assert caplog.messages == [
+        "quantize_module: skip pattern 'up_prj' matches no linear layer of this model; did you mean up_proj?",
+        "quantize_module: skip pattern 're:nowhere' matches no linear layer of this model",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (torch.full((64, 256), float("nan")), "layers.0.down_proj: the weight holds NaN or inf"),
+        (torch.zeros(64, 256, dtype=torch.int8), "layers.0.down_proj: weight must be a 2-D floating tensor, got torch.int8"),
+        (torch.zeros(64, 128), r"layers.0.down_proj: got a weight of shape \(64, 128\), expected \(64, 256\)"),
+        # Finite in the checkpoint, but not after the transform.
+        (torch.full((64, 256), 3e38), "layers.0.down_proj: the weight holds NaN or inf"),
+    ],
+    ids=["nan", "int8", "shape", "overflow"],
+)
+def test_model_is_left_alone_where_a_later_layer_cannot_be_quantized(weight: torch.Tensor, message: str) -> None:
+    model = small_model()
+    model["layers"][0]["down_proj"].weight = torch.nn.Parameter(weight, requires_grad=False)
+    with pytest.raises(ValueError, match=message):
+        quantize_module(model)
+    assert not any(isinstance(module, W8A8Linear) for module in model.modules())
+
+
 class Mlp(torch.nn.Module):
     """`x + down(silu(up(norm(x))))`"""
 

@@ -29,6 +29,7 @@ class Case:
     kernel: str = ""  # what VLLM_W8A8_KERNEL forces; empty: the default choice
     warm_up_to: int | None = None  # default: `most`
     warm_up_fused: bool = True
+    shared_amax: bool = False  # the layer's quantizer takes its rows' maxima from outside
     # Activations are K (SiLU·mul: 2K) columns, from `offset` on, of a tensor that is `wider` by so many columns.
     wider: int = 0
     offset: int = 0
@@ -99,6 +100,8 @@ def _serve(case: Case, events: list[str]) -> Result:
 
     gpu_impls = {
         torch.ops.w8a8.quantize.default: ops._quantize_cuda,
+        torch.ops.w8a8.quantize_amax.default: ops._quantize_amax_cuda,
+        torch.ops.w8a8.quantize_with_amax.default: ops._quantize_with_amax_cuda,
         torch.ops.w8a8.rms_norm_quantize.default: ops._rms_norm_quantize_cuda,
         torch.ops.w8a8.add_rms_norm_quantize.default: ops._add_rms_norm_quantize_cuda,
         torch.ops.w8a8.silu_mul_quantize.default: ops._silu_mul_quantize_cuda,
@@ -144,17 +147,28 @@ def _serve(case: Case, events: list[str]) -> Result:
     with OnGpu():
         if warm_up_to:
             compilation.warm_up_linear(
-                weight, weight_scale, bias, warm_up_to, dtype, fused=case.warm_up_fused, hadamard=case.hadamard
+                weight,
+                weight_scale,
+                bias,
+                warm_up_to,
+                dtype,
+                fused=case.warm_up_fused,
+                hadamard=case.hadamard,
+                shared_amax=case.shared_amax,
             )
         warm, late = list(events), []
         assert compilation.compilations() - counted == len(warm), "the counter missed a variant"
         for M in range(1, case.most + 1):
             events.clear()
-            codes, scale = torch.ops.w8a8.quantize(rows(M, K), case.hadamard)
+            if case.shared_amax:
+                amax = torch.ops.w8a8.quantize_amax(rows(M, K), case.hadamard)
+                codes, scale = torch.ops.w8a8.quantize_with_amax(rows(M, K), amax, case.hadamard)
+            else:
+                codes, scale = torch.ops.w8a8.quantize(rows(M, K), case.hadamard)
+                torch.ops.w8a8.rms_norm_quantize(rows(M, K), tensor(K), 1e-6, 1.0, case.hadamard)
+                torch.ops.w8a8.add_rms_norm_quantize(rows(M, K), rows(M, K), tensor(K), 1e-5, 0.0, case.hadamard)
+                torch.ops.w8a8.silu_mul_quantize(rows(M, 2 * K), case.hadamard)
             torch.ops.w8a8.scaled_mm(codes, scale, weight, weight_scale, bias, dtype)
-            torch.ops.w8a8.rms_norm_quantize(rows(M, K), tensor(K), 1e-6, 1.0, case.hadamard)
-            torch.ops.w8a8.add_rms_norm_quantize(rows(M, K), rows(M, K), tensor(K), 1e-5, 0.0, case.hadamard)
-            torch.ops.w8a8.silu_mul_quantize(rows(M, 2 * K), case.hadamard)
             late += [f"{M} rows: {kernel}" for kernel in events]
     return Result(warm, late)
 

@@ -2,7 +2,6 @@ import copy
 import pickle
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from checkpoints import AWQ, COMPRESSED_TENSORS, FP8, GPTQ, NATIVE, changed, mod
 
 pytest.importorskip("vllm", reason="vLLM is not installed: `make test` installs it")
 from vllm_w8a8_plugin.config import W8A8Config, checkpoint_refusal
+from w8a8_converters.formats import FORMATS, quantization_config
 
 GROUP = "config_groups.group_0."
 
@@ -76,9 +76,21 @@ def test_refuses_native_forms_it_does_not_know(key: str, value: object) -> None:
         W8A8Config.from_config(NATIVE | {key: value})
 
 
-def test_refuses_transforms_of_newer_versions() -> None:
-    with pytest.raises(ValueError, match="hadamard_heads, which this version does not know"):
-        W8A8Config.from_config(NATIVE | {"hadamard_heads": 64})
+@pytest.mark.parametrize("changes", [{"hadamard_heads": 64}, {"hadamrad": 64, "hadamard": None}, {"ignored": ["lm_head"]}])
+def test_refuses_keys_that_it_does_not_know(changes: dict) -> None:
+    """Of newer versions, misspelt, of other tools."""
+    config = {key: value for key, value in (NATIVE | changes).items() if value is not None}
+    known = "quant_method, weight_dtype, scale_dtype, hadamard, hadamard_blocks, .*ignore"
+    with pytest.raises(
+        ValueError, match=f"has {next(iter(changes))}, which .* does not know; known are {known}.* config.json"
+    ):
+        W8A8Config.from_config(config)
+
+
+def test_knows_what_the_converter_writes_and_what_vllm_adds() -> None:
+    written = quantization_config(FORMATS["w8a8"], ["lm_head"], 64, {"down_proj": 32})
+    assert W8A8Config.from_config(written).hadamard == 64
+    W8A8Config.from_config(COMPRESSED_TENSORS | {"total_num_heads": 9, "total_num_kv_heads": 3})
 
 
 BLOCKS_OF_LAYERS = {"hadamard": 64, "hadamard_blocks": {"down_proj": 32, "model.layers.1.mlp.down_proj": 16}}
@@ -197,11 +209,6 @@ def test_takes_compressed_tensors_only_when_asked(
     if enable is not None:
         monkeypatch.setenv("VLLM_W8A8_ENABLE", enable)
     assert W8A8Config.override_quantization_method(config, user_quant, hf_config=None) == ("w8a8" if taken else None)
-
-
-def test_declines_experts() -> None:
-    experts = SimpleNamespace(num_experts=8)
-    assert W8A8Config.override_quantization_method(COMPRESSED_TENSORS, "w8a8", hf_config=experts) is None
 
 
 def test_pickles(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,3 +1,4 @@
+import dataclasses
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -12,7 +13,7 @@ from w8a8_kernels import ops
 
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("VLLM_W8A8_KERNEL", "VLLM_W8A8_ENABLE", "VLLM_W8A8_FUSION", "VLLM_PLUGINS"):
+    for name in ("VLLM_W8A8_KERNEL", "VLLM_W8A8_ENABLE", "VLLM_W8A8_FUSION", "VLLM_W8A8_CONFIG_DIR", "VLLM_PLUGINS"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -29,6 +30,7 @@ def test_reports_and_passes() -> None:
         ("VLLM_PLUGINS", "lora_resolver", "leaves the plugin out: add 'w8a8' to it or unset it"),
         ("VLLM_W8A8_ENABLE", "maybe", "VLLM_W8A8_ENABLE='maybe': expected 1 or 0"),
         ("VLLM_W8A8_FUSION", "perhaps", "VLLM_W8A8_FUSION='perhaps': expected 1 or 0"),
+        ("VLLM_W8A8_CONFIG_DIR", "/nowhere", "VLLM_W8A8_CONFIG_DIR='/nowhere': got no such folder"),
         ("VLLM_W8A8_KERNEL", "fastest", "no such kernel. Known: triton, cutlass, dp4a, onednn, torch"),
     ],
 )
@@ -36,7 +38,22 @@ def test_names_what_must_be_mended(variable: str, value: str, problem: str, monk
     monkeypatch.setenv(variable, value)
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 1
-    assert problem in result.output
+    assert result.output.count(problem) == 1
+
+
+@pytest.mark.parametrize("has_cutlass", [True, False])
+def test_names_a_missing_tiles_folder_once(
+    has_cutlass: bool, pretend_gpu: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU; with CUTLASS, the table of kernels looks for tiles, too."""
+    pytest.importorskip("triton")
+    pretend_gpu(9, 0)
+    facts = dataclasses.replace(ops.device_facts(torch.device("cuda")), has_cutlass=has_cutlass)
+    monkeypatch.setattr(ops, "device_facts", lambda device: facts)
+    monkeypatch.setenv("VLLM_W8A8_CONFIG_DIR", "/nowhere")
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 1
+    assert result.output.count("VLLM_W8A8_CONFIG_DIR='/nowhere'") == 1
 
 
 def test_says_when_vllm_is_missing_or_too_new(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,3 +101,30 @@ def test_says_when_ptxas_does_not_know_the_gpu(pretend_gpu: Callable[[int, int],
     assert "does not build for sm_137a" in result.output
     assert "problem: Triton cannot build kernels for this GPU (sm_137a)" in result.output
     assert "Set TRITON_PTXAS_BLACKWELL_PATH to the ptxas of a CUDA newer than" in result.output
+
+
+@pytest.mark.parametrize(("capability", "fails"), [((9, 0), False), ((10, 0), True), ((12, 0), True)])
+def test_says_where_stock_int8_raises(
+    capability: tuple[int, int], fails: bool, pretend_gpu: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    pretend_gpu(*capability)
+    result = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "300"})
+    assert result.exit_code == 0, result.output
+    line = (
+        f"int8 product, its first choice, raises at the first forward on compute capability {capability[0]}.{capability[1]}. "
+        "VLLM_W8A8_ENABLE=1 mends it"
+    )
+    assert (line in result.output) == fails
+    monkeypatch.setenv("VLLM_W8A8_ENABLE", "1")
+    result = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "300"})
+    assert "raises" not in result.output
+    assert "run on this plugin's kernels: VLLM_W8A8_ENABLE=1" in result.output
+
+
+def test_says_when_vllms_kernels_are_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_W8A8_ENABLE", "1")
+    monkeypatch.setattr(compat, "_INT8_KERNELS", ("vllm.model_executor.kernels.linear", "_NO_SUCH_LIST"))
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 1
+    assert "cannot bring this plugin's kernels to int8 layers of vLLM's own schemes" in result.output

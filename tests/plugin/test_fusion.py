@@ -30,7 +30,7 @@ from vllm.platforms import current_platform
 
 from vllm_w8a8_plugin import compat, fusion, log
 from vllm_w8a8_plugin.config import W8A8Config
-from w8a8_kernels import int8_linear
+from w8a8_kernels import int8_linear, quantize_amax
 from w8a8_kernels.quantize.reference import quantize_reference, rms_norm_reference, silu_mul_reference
 
 HIDDEN, INTERMEDIATE, EPS = 64, 96, 1e-5
@@ -318,6 +318,23 @@ def test_compiled_op_of_silu_and_mul(form: str) -> None:
     assert recording.fused() == {"silu_mul_quantize": 1}
     assert recording.quantizers() == 0
     assert torch.equal(got, int8_linear(silu_mul_reference(x), *down))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_activation_stays_where_the_maximum_comes_from_outside(form: str) -> None:
+    """As with tp_consistent_activations: codes wait for a maximum that needs the activation's result."""
+    down, activation = weight(HIDDEN, INTERMEDIATE), SiluAndMul()
+
+    def forward(x):
+        h = activation(x)
+        return int8_linear(h, *down, amax=4 * quantize_amax(h))
+
+    x = rows(k=2 * INTERMEDIATE, dtype=torch.float32)
+    recording, got = run(form, forward, x)
+    assert recording.fused() == {}
+    assert recording.counts[torch.ops.w8a8.quantize_with_amax.default] == 1
+    wanted, by_own = forward(x), int8_linear(activation(x), *down)
+    assert (got - wanted).norm() <= 1e-3 * wanted.norm() < 0.1 * (by_own - wanted).norm()
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -94,3 +94,12 @@ def test_enabled_leaves_the_rest_alone_and_says_so_once(resolved: dict, name: st
     said = [line for line in resolved["enabled"][1].splitlines() if f"/{folder} is already quantized" in line]
     assert len(said) == 1
     assert f"({without[0]}); vLLM's own path serves it" in said[0]
+    assert ("int8 layers on this plugin's kernels" in said[0]) == (without[0] == "compressed-tensors")
+
+
+def test_bad_variables_stop_only_a_model_that_asks(tmp_path: Path) -> None:
+    folders = {name: model_folder(tmp_path / name, CHECKPOINTS[name]) for name in ("bf16", "native")}
+    quantization, _ = resolve(folders, {"VLLM_W8A8_HADAMARD": "48", "VLLM_W8A8_FUSION": "perhaps"})
+    assert quantization["bf16"][0] is None, quantization["bf16"][1]
+    assert quantization["native"][0] == "error"
+    assert "VLLM_W8A8_HADAMARD='48': expected auto, 0, 16, 32, 64 or 128" in quantization["native"][1]

@@ -392,6 +392,14 @@ def test_goes_on_where_it_stopped(command: Callable[..., Result], engines: Engin
     assert list(cells(tmp_path)) == [("bf16", "fp32"), ("rtn", "fp32")]
 
 
+def test_interrupted_before_anything_is_measured(command: Callable[..., Result], engines: Engines, tmp_path: Path) -> None:
+    engines.fails["reference fp32"] = KeyboardInterrupt()
+    result = command("--mode", "bf16", "--reference", "FP32")
+    assert result.exit_code == 130
+    assert result.output.splitlines()[-1] == "interrupted: nothing was measured yet"
+    assert not (tmp_path / "out.json").exists()
+
+
 def test_a_failed_mode_loses_no_other(command: Callable[..., Result], engines: Engines, tmp_path: Path) -> None:
     engines.fails["rtn"] = quality.EngineFailed("RuntimeError: no kernel", "the log")
     result = command("--mode", "rtn", "--mode", "bf16")
@@ -495,6 +503,8 @@ def test_one_line_errors_before_any_engine(
     [
         ("no folder", "there is no such folder"),
         ("no config", "the folder has no config.json"),
+        ("no JSON", "Tiny-1B/config.json is not JSON: Expecting"),
+        ("no object", "Tiny-1B/config.json holds no JSON object"),
         ("no tokenizer", "has no tokenizer.json"),
         ("quantized", "is quantized: expected the unquantized model"),
         ("other tokenizer", "checkpoint 'rotate' has another tokenizer than the model"),
@@ -506,6 +516,8 @@ def test_wrong_models(what: str, message: str, model: Path, engines: Engines, tm
         arguments[0] = str(tmp_path / "none")
     elif what == "no config":
         (model / "config.json").unlink()
+    elif what in ("no JSON", "no object"):
+        (model / "config.json").write_text('{"a": ' if what == "no JSON" else "[]")
     elif what == "no tokenizer":
         (model / "tokenizer.json").unlink()
     elif what == "quantized":

@@ -31,6 +31,7 @@ class Run:
     dtype: torch.dtype
     fused: bool
     hadamard: int
+    shared_amax: bool
 
     def summary(self) -> tuple:
         return (*self.weight.shape, self.bias is not None, self.most, self.dtype, self.fused)
@@ -137,6 +138,15 @@ def test_each_hadamard_block_runs(vllm_config: VllmConfig, runs: list[Run]) -> N
         load_and_finish(build(W8A8Config.from_config(NATIVE | {"hadamard": hadamard})))
     load_and_finish(build(W8A8Config(hadamard="auto")), online=True)
     assert [run.hadamard for run in runs] == [0, 64, 16]
+
+
+def test_a_layer_that_shares_its_maximum_runs_otherwise(vllm_config: VllmConfig, runs: list[Run]) -> None:
+    for shares in (False, True, True):
+        layer = build(W8A8Config.from_config(NATIVE))
+        assert layer.w8a8_shares_amax is False, "it is not row-parallel"
+        layer.w8a8_shares_amax = shares
+        load_and_finish(layer)
+    assert [run.shared_amax for run in runs] == [False, True]
 
 
 def test_other_limits_run_again(vllm_config: VllmConfig, runs: list[Run]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from w8a8_converters.checkpoint import Source, write_side_files
+from w8a8_converters.checkpoint import TOKENIZER_FILES, Source, write_side_files
 from w8a8_converters.errors import ConversionError
 
 # Written for this: prose, letters, code, tables, a few languages. No text that quality is measured on is in it.
@@ -60,8 +60,16 @@ def read_tokens(source: Source, path: Path | None = None) -> Tokens:
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         except Exception as error:  # whatever a damaged or foreign tokenizer raises
-            reason = str(error).strip().splitlines() or [type(error).__name__]
-            raise ConversionError(f"{source.path}: its tokenizer cannot be loaded to read a text: {reason[0]}") from None
+            if not any(name in source.side_files for name in TOKENIZER_FILES):
+                raise ConversionError(
+                    f"{source.path} has no tokenizer, with which --equalize and --quality read a text: it has none of "
+                    f"{', '.join(TOKENIZER_FILES)}. Copy the tokenizer's files of the original model into that folder"
+                ) from None
+            reason = " ".join(str(error).split())  # some are several lines long
+            raise ConversionError(
+                f"{source.path}: its tokenizer cannot be loaded to read a text: {type(error).__name__}: {reason.rstrip('.')}. "
+                "Copy the tokenizer's files of the original model again"
+            ) from None
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         first = tokenizer("a")["input_ids"][:1]
     first = first if tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id] else []

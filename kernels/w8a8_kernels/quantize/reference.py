@@ -2,11 +2,13 @@
 
 import torch
 
-from w8a8_kernels.hadamard import hadamard_transform
+from w8a8_kernels.hadamard import butterflies, hadamard_transform
 
 
-def quantize_reference(x: torch.Tensor, hadamard: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize every row of `x`, or of its block Hadamard transform, by its own absolute maximum.
+def quantize_reference(
+    x: torch.Tensor, hadamard: int = 0, amax: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize every row of `x`, or of its block Hadamard transform, by its own absolute maximum or a given one.
 
     `scale = amax(|row|) / 127` in fp32; codes are round-half-to-even(row / scale), a true fp32 division, clamped to
     [-127, 127]. A row whose scale is 0 (all zeros, or so small that the division underflows) gets scale 1 and codes 0. A row
@@ -16,12 +18,18 @@ def quantize_reference(x: torch.Tensor, hadamard: int = 0) -> tuple[torch.Tensor
         x: [M, K], bf16, fp16 or fp32, any strides.
         hadamard: size of the transform's blocks, a divisor of K; 0 for none. In fp32, not rounded. Its sums
             round by their order: quantizers that add in another order may differ by 1e-6 of a scale and by one in a code.
+        amax: [M, 1] fp32, of whole rows of which x holds some columns: the greatest of what `quantize_amax_reference` says of
+            all parts, NaN or inf if one of them has it. Default: that of x's own rows.
 
     Returns:
-        codes [M, K] int8 and scale [M, 1] fp32.
+        codes [M, K] int8 and scale [M, 1] fp32; with `amax` the same bits as that part of the whole row's.
     """
     x = hadamard_transform(x, hadamard)
-    amax = x.abs().amax(dim=-1, keepdim=True) if x.shape[-1] else x.new_zeros(x.shape[0], 1)
+    if amax is None:
+        amax = _greatest_magnitude(x)
+    elif hadamard:
+        # Rounding keeps order: the greatest of the rounded products is the rounded product of the greatest.
+        amax = amax * hadamard**-0.5
     # A tensor, since torch on CUDA multiplies by the reciprocal of a number instead of dividing by it.
     scale = amax / amax.new_full((), 127)
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
@@ -29,6 +37,23 @@ def quantize_reference(x: torch.Tensor, hadamard: int = 0) -> tuple[torch.Tensor
     codes = (x / scale).round_().clamp_(-127, 127)
     codes = torch.where(finite, codes, torch.zeros_like(codes)).to(torch.int8)
     return codes, torch.where(finite, scale, torch.full_like(scale, float("nan")))
+
+
+def quantize_amax_reference(x: torch.Tensor, hadamard: int = 0) -> torch.Tensor:
+    """Greatest magnitude of every row, or of its block Hadamard transform before that is normalized.
+
+    Args:
+        x, hadamard: as in `quantize_reference`.
+
+    Returns:
+        [M, 1] fp32, NaN or inf for a row that holds one, 0 for an empty row. No sign bit is set.
+    """
+    # Once more: torch promises nothing about the sign of a maximum that is NaN.
+    return _greatest_magnitude(butterflies(x, hadamard)).abs()
+
+
+def _greatest_magnitude(x: torch.Tensor) -> torch.Tensor:
+    return x.abs().amax(dim=-1, keepdim=True) if x.shape[-1] else x.new_zeros(x.shape[0], 1)
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0) -> torch.Tensor:

@@ -210,6 +210,7 @@ def store_scale(scale_ptr, b_stored_scale, M, ROWS: tl.constexpr):
 def quantize_row_kernel(
     codes_ptr,
     scale_ptr,
+    amax_ptr,
     x_ptr,
     M,
     K,
@@ -220,11 +221,14 @@ def quantize_row_kernel(
     HADAMARD: tl.constexpr,
     TENSOR_CORES: tl.constexpr,
     PDL: tl.constexpr,
+    AMAX: tl.constexpr,
 ):
     """ROWS rows of x [M, K] to codes [M, K] int8 and scale [M] fp32; see `quantize_reference`.
 
     A row is held in CHUNKS blocks of BLOCK_K, or, with 0, read twice in a loop.
     PDL: programmatic dependent launch, see `chain_launches`.
+    AMAX: "own": the row's greatest magnitude is found here. "given": its fp32 bits are read from amax [M] int32. "only": they
+    are found and written there, and nothing else is written.
     """
     b_signs = hadamard_signs(x_ptr.dtype.element_ty, HADAMARD, TENSOR_CORES)
     if PDL:
@@ -240,35 +244,42 @@ def quantize_row_kernel(
         transformed = ()
         for i in tl.static_range(CHUNKS):
             b_y = transform(chunks[i], ROWS, BLOCK_K, HADAMARD, b_signs)
-            b_amax = tl.maximum(b_amax, amax_bits(b_y))
+            if AMAX != "given":
+                b_amax = tl.maximum(b_amax, amax_bits(b_y))
             transformed += (b_y,)
-    else:
+    elif AMAX != "given":
         for i_k in range(0, K, BLOCK_K):
             o_m, o_k, mask = tile_offsets(M, K, i_k, ROWS, BLOCK_K)
             b_x = tl.load(x_ptr + o_m * x_row_stride + o_k, mask=mask, other=0.0)
             b_amax = tl.maximum(b_amax, amax_bits(transform(b_x, ROWS, BLOCK_K, HADAMARD, b_signs)))
 
-    b_scale, b_stored_scale, b_coded = row_scale(b_amax, HADAMARD)
-    store_scale(scale_ptr, b_stored_scale, M, ROWS)
-    b_factor, b_multiply, multiply_all = row_reciprocal(b_amax, b_scale, b_coded, DIVIDE)
-    if CHUNKS > 0:
-        for i in tl.static_range(CHUNKS):
-            o_m, o_k, mask = tile_offsets(M, K, i * BLOCK_K, ROWS, BLOCK_K)
-            tl.store(
-                codes_ptr + o_m * K + o_k,
-                encode(transformed[i], b_scale, b_coded, b_factor, b_multiply, multiply_all, HADAMARD),
-                mask=mask,
-            )
+    o_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    if AMAX == "only":
+        tl.store(amax_ptr + o_row, b_amax, mask=o_row < M)
     else:
-        for i_k in range(0, K, BLOCK_K):
-            o_m, o_k, mask = tile_offsets(M, K, i_k, ROWS, BLOCK_K)
-            b_x = tl.load(x_ptr + o_m * x_row_stride + o_k, mask=mask, other=0.0)
-            b_y = transform(b_x, ROWS, BLOCK_K, HADAMARD, b_signs)
-            tl.store(
-                codes_ptr + o_m * K + o_k,
-                encode(b_y, b_scale, b_coded, b_factor, b_multiply, multiply_all, HADAMARD),
-                mask=mask,
-            )
+        if AMAX == "given":
+            b_amax = tl.load(amax_ptr + o_row, mask=o_row < M, other=0)
+        b_scale, b_stored_scale, b_coded = row_scale(b_amax, HADAMARD)
+        store_scale(scale_ptr, b_stored_scale, M, ROWS)
+        b_factor, b_multiply, multiply_all = row_reciprocal(b_amax, b_scale, b_coded, DIVIDE)
+        if CHUNKS > 0:
+            for i in tl.static_range(CHUNKS):
+                o_m, o_k, mask = tile_offsets(M, K, i * BLOCK_K, ROWS, BLOCK_K)
+                tl.store(
+                    codes_ptr + o_m * K + o_k,
+                    encode(transformed[i], b_scale, b_coded, b_factor, b_multiply, multiply_all, HADAMARD),
+                    mask=mask,
+                )
+        else:
+            for i_k in range(0, K, BLOCK_K):
+                o_m, o_k, mask = tile_offsets(M, K, i_k, ROWS, BLOCK_K)
+                b_x = tl.load(x_ptr + o_m * x_row_stride + o_k, mask=mask, other=0.0)
+                b_y = transform(b_x, ROWS, BLOCK_K, HADAMARD, b_signs)
+                tl.store(
+                    codes_ptr + o_m * K + o_k,
+                    encode(b_y, b_scale, b_coded, b_factor, b_multiply, multiply_all, HADAMARD),
+                    mask=mask,
+                )
 
 
 def kernel_options(config: QuantizeConfig, K: int, hadamard: int, tensor_cores: bool, pdl: bool) -> dict:
@@ -317,6 +328,7 @@ def empty_codes(M: int, K: int, device: torch.device) -> tuple[torch.Tensor, tor
 def quantize_row(
     x: torch.Tensor,
     hadamard: int = 0,
+    amax: torch.Tensor | None = None,
     *,
     config: QuantizeConfig | None = None,
     tensor_cores: bool = True,
@@ -327,6 +339,7 @@ def quantize_row(
     Args:
         x: [M, K], bf16, fp16 or fp32; rows of any stride (other columns than neighbouring ones are copied first).
         hadamard: as in `quantize_reference`.
+        amax: [M, 1] fp32, as in `quantize_reference`, of parts in x's dtype.
         config: tile; default: `quantize_config`.
         tensor_cores: whether the transform may use those, see `transforms_on_tensor_cores`.
         pdl: programmatic dependent launch (capability 9.0 and newer): start while the kernel before is still running.
@@ -334,18 +347,51 @@ def quantize_row(
     Returns:
         codes [M, K] int8 and scale [M, 1] fp32.
     """
+    codes, scale = empty_codes(*x.shape, x.device)
+    bits = None if amax is None else amax.contiguous().view(torch.int32)
+    _launch(codes, scale, bits, x, hadamard, config, tensor_cores, pdl, AMAX="own" if amax is None else "given")
+    return codes, scale
+
+
+def quantize_amax_row(
+    x: torch.Tensor,
+    hadamard: int = 0,
+    *,
+    config: QuantizeConfig | None = None,
+    tensor_cores: bool = True,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """[M, 1] fp32: the greatest magnitudes that `quantize_row` finds with these arguments, see `quantize_amax_reference`."""
+    amax = torch.empty((x.shape[0], 1), dtype=torch.float32, device=x.device)
+    # With it, ptxas spills 104 bytes for one row in blocks of 128 on sm_90 and newer (Triton 3.9).
+    pdl = pdl and hadamard != 128
+    _launch(None, None, amax.view(torch.int32), x, hadamard, config, tensor_cores, pdl, AMAX="only")
+    return amax
+
+
+def _launch(
+    codes: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    amax_bits: torch.Tensor | None,
+    x: torch.Tensor,
+    hadamard: int,
+    config: QuantizeConfig | None,
+    tensor_cores: bool,
+    pdl: bool,
+    AMAX: str,
+) -> None:
     x = unit_rows(x)
     M, K = x.shape
     config = config or quantize_config(M, K, x.dtype, hadamard=hadamard)
-    codes, scale = empty_codes(M, K, x.device)
     if M > 0:
         quantize_row_kernel[(triton.cdiv(M, config.rows),)](
             codes,
             scale,
+            amax_bits,
             x,
             M,
             K,
             row_stride(x),
             **kernel_options(config, K, hadamard, tensor_cores, pdl),
+            AMAX=AMAX,
         )
-    return codes, scale

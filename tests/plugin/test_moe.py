@@ -1,0 +1,80 @@
+"""Which method the experts of a layer get, and what refuses them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
+
+from vllm_w8a8_plugin.config import W8A8Config
+from vllm_w8a8_plugin.moe import W8A8MoEMethod, W8A8OnlineMoEMethod
+
+PREFIX = "model.layers.3.mlp.experts"
+
+
+def experts(
+    activation: str = "silu", has_bias: bool = False, all2all: bool = False, ranks: int = 1, **swiglu
+) -> RoutedExperts:
+    """As much of vLLM's layer of 4 experts as a method is chosen by."""
+    layer = RoutedExperts.__new__(RoutedExperts)
+    torch.nn.Module.__init__(layer)
+    layer.layer_name, layer.global_num_experts = PREFIX, 4
+    layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name = "gate_proj", "up_proj", "down_proj"
+    parallel = SimpleNamespace(use_all2all_kernels=all2all, tp_size=ranks)
+    layer.moe_config = SimpleNamespace(activation=activation, has_bias=has_bias, moe_parallel_config=parallel)
+    for name, value in swiglu.items():
+        setattr(layer, name, value)
+    return layer
+
+
+def method(config: W8A8Config, layer: RoutedExperts, monkeypatch: pytest.MonkeyPatch) -> type:
+    monkeypatch.setattr(UnquantizedFusedMoEMethod, "__init__", lambda self, moe: None)
+    return type(config.get_quant_method(layer, PREFIX))
+
+
+@pytest.mark.parametrize(
+    ("online", "skip", "expected"),
+    [
+        (True, [], W8A8OnlineMoEMethod),
+        (False, [], W8A8MoEMethod),
+        (True, ["experts"], UnquantizedFusedMoEMethod),
+        (False, [f"{PREFIX}.{i}.{part}_proj" for i in range(4) for part in ("gate", "up", "down")], UnquantizedFusedMoEMethod),
+        (False, ["model.layers.2"], W8A8MoEMethod),
+        (True, ["re:.*layers[.]3[.].*"], UnquantizedFusedMoEMethod),
+    ],
+)
+def test_method(online: bool, skip: list[str], expected: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert method(W8A8Config(online=online, skip=skip), experts(), monkeypatch) is expected
+
+
+def test_refuses_some_of_the_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        ValueError, match=r"4 of the 12 projections of model.layers.3.mlp.experts, such as .*0.down_proj, would"
+    ):
+        method(W8A8Config(skip=["down_proj"]), experts(), monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"activation": "gelu"}, "activation is gelu"),
+        ({"swiglu_limit": 7.0}, "activation is silu with a limit"),
+        ({"has_bias": True}, "they have biases"),
+        ({"all2all": True}, "an all-to-all backend"),
+    ],
+)
+def test_experts_that_int8_has_no_form_for(given: dict, reason: str, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    with pytest.raises(ValueError, match=f"{reason}.*Convert again with --skip experts"):
+        method(W8A8Config(online=False), experts(**given), monkeypatch)
+    assert method(W8A8Config(online=True), experts(**given), monkeypatch) is UnquantizedFusedMoEMethod
+
+
+def test_blocks_are_those_of_whole_layers() -> None:
+    layer = experts(ranks=2)
+    made = W8A8MoEMethod(layer.moe_config, "auto", "auto")
+    made._choose_blocks(layer, hidden=128, part=256)
+    assert layer.w8a8_hadamard == (64, 64)
+    made._choose_blocks(layer, hidden=96, part=96)
+    assert layer.w8a8_hadamard == (32, 32)
+    with pytest.raises(ValueError, match=r"2 tensor-parallel ranks would cut .* 64 of the experts' 64 inter.* fit: 1\. Or"):
+        W8A8MoEMethod(layer.moe_config, 0, 64)._choose_blocks(layer, hidden=96, part=32)
