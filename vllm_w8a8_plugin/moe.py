@@ -11,8 +11,10 @@ from vllm.model_executor.utils import replace_parameter, set_weight_attrs
 
 from vllm_w8a8_plugin import envs, log
 from vllm_w8a8_plugin.linear import WEIGHT_DTYPES, checked_loader
-from w8a8_kernels import int8_experts
+from vllm_w8a8_plugin.warmup import WARMUP
+from w8a8_kernels import int8_experts, select_experts
 from w8a8_kernels.hadamard import BLOCKS, chosen_block, ranks_that_fit
+from w8a8_kernels.ops import device_facts
 from w8a8_kernels.quantize.weight import quantize_weight, row_amax
 
 
@@ -73,6 +75,8 @@ class W8A8MoEMethod(FusedMoEMethodBase):
         for name, shape in shapes.items():
             self._register_weight(layer, f"{name}_weight", shape, params_dtype, extra_weight_attrs)
         self._register_scales(layer, shapes, extra_weight_attrs)
+        layer.w8a8_dtype = params_dtype
+        WARMUP.expect(layer)
 
     def _register_weight(self, layer, name: str, shape: tuple[int, ...], params_dtype: torch.dtype, attrs: dict) -> None:
         weight = torch.nn.Parameter(torch.empty(shape, dtype=torch.int8), requires_grad=False)
@@ -111,8 +115,11 @@ class W8A8MoEMethod(FusedMoEMethodBase):
         return None
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        """Say what runs; on a GPU, compile what the layer can reach."""
         self._all_built()
-        log.once("W8A8 experts run on a grouped int8 product")
+        choice = select_experts(device_facts(layer.w13_weight.device))
+        log.once(f"W8A8 experts run on {choice.kernel} ({choice.reason})")
+        WARMUP.ready(layer)
 
     def apply(
         self,

@@ -12,7 +12,7 @@ import torch
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
 
 from vllm_w8a8_plugin import compat, log
-from w8a8_kernels.compilation import compilations, warm_up_linear
+from w8a8_kernels.compilation import compilations, warm_up_experts, warm_up_linear
 from w8a8_kernels.ops import device_facts
 from w8a8_kernels.tiles import bucket_of
 
@@ -39,7 +39,7 @@ class Warmup:
             self._waiting[layer] = most, _fuses(vllm_config)
 
     def ready(self, layer: torch.nn.Module) -> None:
-        """Run all variants of a layer whose `weight` [N, K] int8 and `weight_scale` [N, 1] are final.
+        """Run all variants of a layer whose `weight` [N, K] int8 and `weight_scale` [N, 1], or whose experts', are final.
 
         Nothing runs on a CPU, nor when weights are loaded again. What a compiler raises is raised here: the model could not be
         served anyway.
@@ -47,8 +47,15 @@ class Warmup:
         limits = self._waiting.pop(layer, None)
         if limits is None:
             return
-        if layer.weight is not None and _compiles_on(layer.weight.device):
-            self._run(layer, *limits)
+        weight = layer.w13_weight if hasattr(layer, "w13_weight") else layer.weight
+        if weight is not None and _compiles_on(weight.device):
+            start, before = time.perf_counter(), _compilations()
+            if hasattr(layer, "w13_weight"):
+                self._run_experts(layer, limits[0])
+            else:
+                self._run(layer, *limits)
+            self._compiled += _compilations() - before
+            self._seconds += time.perf_counter() - start
         if self._ran and not self._waiting:
             log.logger.info(
                 "Compiled %d kernel variants, or loaded them from Triton's cache, in %.1f s: all that these layers can reach",
@@ -58,7 +65,6 @@ class Warmup:
             self._ran, self._compiled, self._seconds = False, 0, 0.0
 
     def _run(self, layer: torch.nn.Module, most: int, fused: bool) -> None:
-        start, before = time.perf_counter(), _compilations()
         weight, scale, dtype = layer.weight.data, layer.weight_scale.data, layer.w8a8_dtype
         hadamard, shared_amax = layer.w8a8_hadamard, layer.w8a8_shares_amax
         bias = getattr(layer, "bias", None)
@@ -69,8 +75,22 @@ class Warmup:
                 warm_up_linear(weight, scale, given, most, dtype, fused=fused, hadamard=hadamard, shared_amax=shared_amax)
                 self._done.add(key)
                 self._ran = True
-        self._compiled += _compilations() - before
-        self._seconds += time.perf_counter() - start
+
+    def _run_experts(self, layer: torch.nn.Module, most: int) -> None:
+        weights = [getattr(layer, name).data for name in ("w13_weight", "w13_weight_scale", "w2_weight", "w2_weight_scale")]
+        hadamard13, hadamard2 = layer.w8a8_hadamard
+        on_input = layer.apply_router_weight_on_input
+        expert_map = layer.expert_map
+        ids = None if expert_map is None else expert_map.numel()
+        key = ("experts", weights[0].device, *weights[0].shape, *weights[2].shape, ids, layer.top_k, most)
+        key += (layer.w8a8_dtype, hadamard13, hadamard2, on_input)
+        if key not in self._done:
+            blocks = {"hadamard13": hadamard13, "hadamard2": hadamard2}
+            warm_up_experts(
+                *weights, expert_map, layer.top_k, most, layer.w8a8_dtype, **blocks, apply_weight_on_input=on_input
+            )
+            self._done.add(key)
+            self._ran = True
 
 
 def _compiles_on(device: torch.device) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from w8a8_kernels import ops
+from w8a8_kernels.grouped_mm import select_experts
 from w8a8_kernels.hadamard import check_block
 from w8a8_kernels.quantize.config import quantize_variants
 from w8a8_kernels.select import select_quantize
@@ -142,6 +143,51 @@ def warm_up_linear(
     if weight.numel():
         _warm_up_quantizers(weight.shape[1], most, dtype, weight.device, fused, hadamard, shared_amax)
         _warm_up_product(weight, weight_scale, bias, most, dtype)
+
+
+@torch.no_grad()
+def warm_up_experts(
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    top_k: int,
+    most: int,
+    dtype: torch.dtype,
+    *,
+    hadamard13: int = 0,
+    hadamard2: int = 0,
+    apply_weight_on_input: bool = False,
+) -> None:
+    """Run `int8_experts` once in every variant that 1 to `most` tokens reach: tiles change at powers of two.
+
+    Args:
+        w13, w13_scale, w2, w2_scale, expert_map: as the layer holds them, on the GPU.
+        top_k: experts of a token.
+        most: the largest number of tokens, from 1.
+        dtype: of the activations: bf16, fp16 or fp32.
+        hadamard13, hadamard2, apply_weight_on_input: as in `int8_experts`.
+    """
+    if select_experts(ops.device_facts(w13.device)).kernel != "triton":
+        return
+    num_experts = w13.shape[0] if expert_map is None else expert_map.numel()
+    for T in sorted({*warmup_rows(most), most}):
+        x = torch.zeros((T, w13.shape[2]), dtype=dtype, device=w13.device)
+        ids = torch.arange(T * top_k, dtype=torch.int32, device=w13.device).remainder_(num_experts).view(T, top_k)
+        ops.int8_experts(
+            x,
+            w13,
+            w13_scale,
+            w2,
+            w2_scale,
+            torch.ones((T, top_k), dtype=torch.float32, device=w13.device),
+            ids,
+            hadamard13=hadamard13,
+            hadamard2=hadamard2,
+            expert_map=expert_map,
+            apply_weight_on_input=apply_weight_on_input,
+        )
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import torch
 
@@ -55,3 +56,21 @@ def load(layer: torch.nn.Module, tensors: dict[str, torch.Tensor], shard: str | 
 def finish(layer: torch.nn.Module) -> None:
     """What follows when all weights are loaded."""
     layer.quant_method.process_weights_after_loading(layer)
+
+
+def experts(
+    activation: str = "silu", has_bias: bool = False, all2all: bool = False, ranks: int = 1, **swiglu
+) -> torch.nn.Module:
+    """As much of vLLM's layer `RoutedExperts`, of 4 experts, top 2, as our methods look at."""
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+
+    layer = RoutedExperts.__new__(RoutedExperts)
+    torch.nn.Module.__init__(layer)
+    layer.layer_name, layer.global_num_experts, layer.top_k = "model.layers.3.mlp.experts", 4, 2
+    layer.apply_router_weight_on_input, layer.quant_method, layer._expert_map = False, None, None
+    layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name = "gate_proj", "up_proj", "down_proj"
+    parallel = SimpleNamespace(use_all2all_kernels=all2all, tp_size=ranks)
+    layer.moe_config = SimpleNamespace(activation=activation, has_bias=has_bias, moe_parallel_config=parallel)
+    for name, value in swiglu.items():
+        setattr(layer, name, value)
+    return layer

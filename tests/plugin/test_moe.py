@@ -1,30 +1,13 @@
 """Which method the experts of a layer get, and what refuses them."""
 
-from types import SimpleNamespace
-
 import pytest
-import torch
+from layers import experts
 from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
 
 from vllm_w8a8_plugin.config import W8A8Config
 from vllm_w8a8_plugin.moe import W8A8MoEMethod, W8A8OnlineMoEMethod
 
 PREFIX = "model.layers.3.mlp.experts"
-
-
-def experts(
-    activation: str = "silu", has_bias: bool = False, all2all: bool = False, ranks: int = 1, **swiglu
-) -> RoutedExperts:
-    """As much of vLLM's layer of 4 experts as a method is chosen by."""
-    layer = RoutedExperts.__new__(RoutedExperts)
-    torch.nn.Module.__init__(layer)
-    layer.layer_name, layer.global_num_experts = PREFIX, 4
-    layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name = "gate_proj", "up_proj", "down_proj"
-    parallel = SimpleNamespace(use_all2all_kernels=all2all, tp_size=ranks)
-    layer.moe_config = SimpleNamespace(activation=activation, has_bias=has_bias, moe_parallel_config=parallel)
-    for name, value in swiglu.items():
-        setattr(layer, name, value)
-    return layer
 
 
 def method(config: W8A8Config, layer: RoutedExperts, monkeypatch: pytest.MonkeyPatch) -> type:

@@ -9,11 +9,11 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed: `make test` installs it")
 from checkpoints import NATIVE
-from layers import finish, free_port, load, tensor_parallel
+from layers import experts, finish, free_port, load, tensor_parallel
 from vllm.config import CompilationMode, VllmConfig, get_current_vllm_config, set_current_vllm_config
 from vllm.model_executor.layers.linear import ReplicatedLinear
 
-from vllm_w8a8_plugin import linear, log, warmup
+from vllm_w8a8_plugin import linear, log, moe, warmup
 from vllm_w8a8_plugin.config import W8A8Config
 
 N, K = 48, 64
@@ -147,6 +147,21 @@ def test_a_layer_that_shares_its_maximum_runs_otherwise(vllm_config: VllmConfig,
         layer.w8a8_shares_amax = shares
         load_and_finish(layer)
     assert [run.shared_amax for run in runs] == [False, True]
+
+
+def test_experts_run_once_for_each_shape(vllm_config: VllmConfig, runs: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(warmup, "warm_up_experts", lambda *args, **kwargs: made.append((args, kwargs)))
+    monkeypatch.setattr(moe, "WARMUP", linear.WARMUP)
+    for hidden in (128, 128, 192):
+        layer = experts()
+        method = moe.W8A8MoEMethod(layer.moe_config, "auto", "auto")
+        method.create_weights(layer, 4, hidden, 256, torch.bfloat16, weight_loader=print)
+        method.process_weights_after_loading(layer)
+    shapes = [[tuple(tensor.shape) for tensor in args[:4]] for args, _ in made]
+    assert shapes == [[(4, 512, hidden), (4, 512, 1), (4, hidden, 256), (4, hidden, 1)] for hidden in (128, 192)]
+    assert [args[4:] for args, _ in made] == [(None, 2, 2048, torch.bfloat16)] * 2
+    assert made[0][1] == {"hadamard13": 64, "hadamard2": 32, "apply_weight_on_input": False}
 
 
 def test_other_limits_run_again(vllm_config: VllmConfig, runs: list[Run]) -> None:

@@ -8,7 +8,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from w8a8_kernels.grouped_mm.config import GroupedTile
 from w8a8_kernels.grouped_mm.sort import load_experts
 from w8a8_kernels.launch import launch_options
-from w8a8_kernels.scaled_mm.split_k import TMA_ALIGNMENT, _prefetch_rows
+from w8a8_kernels.scaled_mm.split_k import TMA_ALIGNMENT, prefetch_rows
 
 
 @triton.jit(do_not_specialize=["P"])
@@ -101,7 +101,7 @@ def grouped_mm_kernel(
         b_bias = tl.load(bias_ptr + o_weight_scale, mask=o_n < N, other=0.0)
     if PDL and EARLY:
         if PREFETCH > 0:
-            _prefetch_rows(p_rows, PREFETCH)
+            prefetch_rows(p_rows, PREFETCH)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     b_x_scale = tl.load(x_scale_ptr + o_x, mask=m_pair, other=0.0)

@@ -15,7 +15,7 @@ TMA_ALIGNMENT = 16
 
 
 @triton.jit
-def _prefetch_rows(p_rows, BYTES: tl.constexpr):
+def prefetch_rows(p_rows, BYTES: tl.constexpr):
     """Ask L2 for BYTES, a multiple of 16, from each pointer on; no wait, and nothing to wait for."""
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
@@ -99,7 +99,7 @@ def scaled_mm_split_k_kernel(
             tl.extra.cuda.gdc_wait()
         else:
             if PREFETCH > 0 and k_first + PREFETCH <= K:
-                _prefetch_rows(p_rows, PREFETCH)
+                prefetch_rows(p_rows, PREFETCH)
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
     if SPLIT_K == 1:
