@@ -196,6 +196,10 @@ def _call(case: Case) -> None:
         ops._scaled_mm_cuda(*operands, tensor(N) if case.bias else None, dtype)
     elif case.op == "quantize":
         ops._quantize_cuda(tensor(M, K), case.hadamard)
+    elif case.op == "quantize_amax":
+        ops._quantize_amax_cuda(tensor(M, K), case.hadamard)
+    elif case.op == "quantize_with_amax":
+        ops._quantize_with_amax_cuda(tensor(M, K), tensor(M, 1, dtype=torch.float32), case.hadamard)
     elif case.op == "rms_norm_quantize":
         ops._rms_norm_quantize_cuda(tensor(M, K), tensor(K), 1e-6, 0.0, case.hadamard)
     elif case.op == "add_rms_norm_quantize":
