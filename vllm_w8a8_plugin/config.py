@@ -171,12 +171,7 @@ class W8A8Config(QuantizationConfig):
         inputs, output = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name), layer.ckpt_down_proj_name
         parts = [f"{prefix}.{i}.{part}" for i in range(layer.global_num_experts) for part in (*inputs, output) if part]
         self._seen.update(parts)
-        skipped = [part for part in parts if self.rules.skips(part)]
-        if skipped and len(skipped) < len(parts):
-            raise ValueError(
-                f"{len(skipped)} of the {len(parts)} projections of {prefix}, such as {skipped[0]}, would be skipped, and "
-                "vLLM runs them all as one: skip all experts (experts) or none"
-            )
+        skipped = self.rules.skips_experts(prefix, parts)
         if skipped or (self.online and not is_quantized_by_default(f"{parts[0]}.weight", ndim=2)):
             return None
         refusal = moe.refusal(layer)
@@ -187,14 +182,25 @@ class W8A8Config(QuantizationConfig):
             return None
         if self.tp_consistent_activations:
             log.once("tp_consistent_activations does not reach experts: each rank quantizes by its own part of a row")
-        # All experts of a layer have one block; each one's projections are named alike.
-        choices = {self._hadamard_of(f"{prefix}.0.{part}") for part in inputs if part}
-        if len(choices) > 1:
-            raise ValueError(f"{prefix}: gate and up projections of the experts have other Hadamard blocks: convert it again")
-        blocks = choices.pop(), self._hadamard_of(f"{prefix}.0.{output}")
+        blocks = [self._block_of_experts(layer, prefix, names) for names in (inputs, (output,))]
         if self.online:
             return moe.W8A8OnlineMoEMethod(layer.moe_config, *blocks, self.warn_unmatched)
         return moe.W8A8MoEMethod(layer.moe_config, *blocks, self.check_blocks)
+
+    def _block_of_experts(self, layer: torch.nn.Module, prefix: str, names: tuple[str | None, ...]) -> str | int:
+        """The choice that projections of all experts of a layer share.
+
+        Raises:
+            ValueError: they do not.
+        """
+        parts = [f"{prefix}.{i}.{name}" for i in range(layer.global_num_experts) for name in names if name]
+        choices = {self._hadamard_of(part) for part in parts}
+        if len(choices) > 1:
+            raise ValueError(
+                f"{prefix}: {' and '.join(filter(None, names))} of its experts have other Hadamard blocks, "
+                f"{sorted(choices, key=str)}, and vLLM runs all experts as one: convert the model again"
+            )
+        return choices.pop()
 
     def _hadamard_of(self, prefix: str) -> str | int:
         """The choice for one layer; for a fused one, what its parts have."""

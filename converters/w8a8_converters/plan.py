@@ -21,7 +21,7 @@ from w8a8_converters.layers import (
     lm_head_of,
     module_of,
 )
-from w8a8_converters.rules import SkipRules, fused_groups
+from w8a8_converters.rules import SkipRules, expert_groups, fused_groups
 from w8a8_converters.writer import OutputTensor, split_into_shards
 from w8a8_kernels.hadamard import AUTO, MAX_RULE_BLOCK, chosen_block, largest_block, parse_choice
 from w8a8_kernels.names import is_row_parallel
@@ -212,13 +212,17 @@ def _quantized_tensors(source: Source, rules: SkipRules, quantize_lm_head: bool)
         or (quantize_lm_head and is_linear(info.name, len(info.shape)) and is_lm_head(module_of(info.name)))
     ]
     skipped = {module for module in candidates if rules.skips(module)}
-    for fused, parts in fused_groups(candidates).items():
-        try:
+    experts = expert_groups(candidates)
+    others = set(candidates).difference(*experts.values())
+    try:
+        for prefix, names in experts.items():
+            rules.skips_experts(prefix, names)
+        for fused, parts in fused_groups(name for name in candidates if name in others).items():
             if rules.skips_fused(fused, {fused.rpartition(".")[2]: parts}):
                 parent = fused.rpartition(".")[0]
                 skipped |= {f"{parent}.{part}" if parent else part for part in parts}
-        except ValueError as error:
-            raise ConversionError(str(error)) from None
+    except ValueError as error:
+        raise ConversionError(str(error)) from None
     for info in source.tensors.values():
         module = module_of(info.name) if info.name.endswith(".weight") else info.name
         if is_stacked_experts(info.name, len(info.shape)) and not rules.skips(module):

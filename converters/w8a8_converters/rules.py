@@ -1,5 +1,6 @@
 """Which modules a user wants left unquantized: one matching rule for the converter and the plugin."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from w8a8_kernels.names import name_matcher
@@ -12,6 +13,9 @@ FUSED: dict[str, tuple[str, ...]] = {
     "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
     "in_proj_ba": ("in_proj_b", "in_proj_a"),
 }
+
+
+_EXPERT = re.compile(r"((?:.*\.)?experts)\.\d+\.")
 
 
 class SkipRules:
@@ -74,6 +78,24 @@ class SkipRules:
             )
         return bool(skipped)
 
+    def skips_experts(self, prefix: str, names: Sequence[str]) -> bool:
+        """Whether the experts of one layer are skipped, all of them.
+
+        Args:
+            prefix: of the module that holds them, as `model.layers.0.mlp.experts`.
+            names: every projection of every expert.
+
+        Raises:
+            ValueError: some are skipped and some are not.
+        """
+        skipped = [name for name in names if self.skips(name)]
+        if skipped and len(skipped) < len(names):
+            raise ValueError(
+                f"{len(skipped)} of the {len(names)} projections of {prefix}, such as {skipped[0]}, would be skipped, and "
+                "vLLM runs them all as one: skip all experts (experts) or none"
+            )
+        return bool(skipped)
+
     def unmatched(self, names: Iterable[str]) -> list[str]:
         """The patterns that match none of the module `names`, nor a layer that vLLM fuses from them."""
         names = set(names)
@@ -89,6 +111,16 @@ def fused_groups(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     for fused, parts in FUSED.items():
         for prefix in dict.fromkeys(_sibling(name, fused) for name in present if _last(name) in parts):
             groups[prefix] = tuple(part for part in parts if _sibling(prefix, part) in present)
+    return groups
+
+
+def expert_groups(names: Iterable[str]) -> dict[str, list[str]]:
+    """The projections of experts among `names`, by the module that holds a layer's experts."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        match = _EXPERT.match(name)
+        if match:
+            groups.setdefault(match[1], []).append(name)
     return groups
 
 

@@ -537,7 +537,12 @@ def int8_linear(
 
     Returns:
         [..., N] in x's dtype.
+
+    Raises:
+        ValueError: shapes, dtypes or the block do not fit; not in compiled graphs.
     """
+    if not torch.compiler.is_compiling():  # there, what is compared would become guards
+        _check_linear(x, weight, weight_scale, bias, packed, hadamard, amax)
     rows = x.reshape(-1, x.shape[-1])
     if amax is None:
         codes, x_scale = torch.ops.w8a8.quantize(rows, hadamard)
@@ -549,6 +554,28 @@ def int8_linear(
     else:
         out = torch.ops.w8a8.scaled_mm(codes, x_scale, weight, weight_scale, bias, x.dtype)
     return out.reshape(*x.shape[:-1], N)
+
+
+def _check_linear(x, weight, weight_scale, bias, packed, hadamard: int, amax) -> None:
+    if x.dim() == 0 or x.dtype not in ACTIVATION_DTYPES:
+        raise ValueError(
+            f"int8_linear: got x of shape {tuple(x.shape)} and dtype {x.dtype}, expected [..., K] in bf16, fp16 or fp32"
+        )
+    N, K = weight_scale.shape[0] if weight_scale.dim() else 0, x.shape[-1]
+    rows = x.numel() // K if K else x.shape[:-1].numel()
+    expected = {
+        "weight": (weight if packed is None else None, (N, K), (torch.int8,)),
+        "weight_scale": (weight_scale, (N, 1), (torch.float32,)),
+        "bias": (bias, (N,), ACTIVATION_DTYPES),
+        "amax": (amax, (rows, 1), (torch.float32,)),
+    }
+    for name, (tensor, shape, dtypes) in expected.items():
+        if tensor is not None and (tensor.shape != shape or tensor.dtype not in dtypes):
+            raise ValueError(
+                f"int8_linear: got {name} of shape {tuple(tensor.shape)} and dtype {tensor.dtype}, expected {shape} and "
+                f"{' or '.join(map(str, dtypes))}"
+            )
+    check_block(hadamard, K, "int8_linear")
 
 
 def int8_experts(

@@ -1,6 +1,6 @@
 import pytest
 
-from w8a8_converters.rules import SkipRules, fused_groups
+from w8a8_converters.rules import SkipRules, expert_groups, fused_groups
 
 DOWN = "model.layers.0.mlp.down_proj"
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
@@ -89,3 +89,28 @@ def test_fused_groups_hold_the_parts_present():
     names = ["a.q_proj", "a.v_proj", "b.q_proj", "c.down_proj", "up_proj"]
     groups = fused_groups(names)
     assert groups == {"a.qkv_proj": ("q_proj", "v_proj"), "b.qkv_proj": ("q_proj",), "gate_up_proj": ("up_proj",)}
+
+
+EXPERTS = [
+    f"model.layers.{layer}.mlp.experts.{i}.{part}_proj" for layer in (0, 1) for i in range(3) for part in ("up", "down")
+]
+
+
+def test_expert_groups():
+    groups = expert_groups([*EXPERTS, DOWN, "model.layers.0.mlp.shared_experts.up_proj"])
+    assert {prefix: len(names) for prefix, names in groups.items()} == {
+        f"model.layers.{layer}.mlp.experts": 6 for layer in (0, 1)
+    }
+
+
+@pytest.mark.parametrize(
+    ("pattern", "skipped"), [("experts", True), ("model.layers.0", True), ("model.layers.1", False), ("*.experts.*", True)]
+)
+def test_experts_all_or_none(pattern, skipped):
+    assert SkipRules([pattern]).skips_experts("model.layers.0.mlp.experts", EXPERTS[:6]) is skipped
+
+
+@pytest.mark.parametrize("pattern", ["experts.2", "down_proj", "model.layers.0.mlp.experts.1.up_proj"])
+def test_some_experts_are_refused(pattern):
+    with pytest.raises(ValueError, match=r"of the 6 projections of model\.layers\.0\.mlp\.experts, .* skip all experts"):
+        SkipRules([pattern]).skips_experts("model.layers.0.mlp.experts", EXPERTS[:6])

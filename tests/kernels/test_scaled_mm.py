@@ -214,3 +214,32 @@ def test_refuses_overflowing_sums() -> None:
         w8a8_kernels.scaled_mm(
             torch.zeros(1, K, dtype=torch.int8), torch.ones(1, 1), torch.zeros(1, K, dtype=torch.int8), torch.ones(1, 1)
         )
+
+
+LINEAR = {
+    "x": torch.zeros(5, 64),
+    "weight": torch.zeros(8, 64, dtype=torch.int8),
+    "weight_scale": torch.ones(8, 1),
+    "bias": torch.zeros(8),
+    "hadamard": 0,
+    "amax": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"x": torch.zeros(5, 64, dtype=torch.int32)}, "got x of shape .* dtype torch.int32"),
+        ({"x": torch.tensor(1.0)}, r"got x of shape \(\)"),
+        ({"x": torch.zeros(5, 32)}, r"got weight of shape \(8, 64\) .* expected \(8, 32\)"),
+        ({"weight": torch.zeros(8, 64, dtype=torch.uint8)}, "got weight .* torch.uint8"),
+        ({"weight_scale": torch.ones(8)}, r"got weight_scale of shape \(8,\)"),
+        ({"bias": torch.zeros(1)}, r"got bias of shape \(1,\) .* expected \(8,\)"),
+        ({"amax": torch.ones(1, 1)}, r"got amax of shape \(1, 1\) .* expected \(5, 1\)"),
+        ({"hadamard": 48}, "int8_linear: got a block of 48"),
+    ],
+)
+def test_linear_refuses(wrong: dict, message: str) -> None:
+    w8a8_kernels.int8_linear(**LINEAR)
+    with pytest.raises(ValueError, match=message):
+        w8a8_kernels.int8_linear(**(LINEAR | wrong))

@@ -52,6 +52,15 @@ def test_experts_that_int8_has_no_form_for(given: dict, reason: str, monkeypatch
     assert method(W8A8Config(online=True), experts(**given), monkeypatch) is UnquantizedFusedMoEMethod
 
 
+def test_refuses_experts_of_different_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for blocks in ({f"{PREFIX}.3.down_proj": 16}, {f"{PREFIX}.0.gate_proj": 32}):
+        config = W8A8Config(online=False, hadamard=64, hadamard_blocks=blocks)
+        with pytest.raises(ValueError, match=r"of its experts have other Hadamard blocks.*convert the model again"):
+            method(config, experts(), monkeypatch)
+    config = W8A8Config(online=False, hadamard=64, hadamard_blocks={"down_proj": 16})
+    assert config.get_quant_method(experts(), PREFIX)._hadamard == (64, 16)
+
+
 def test_blocks_are_those_of_whole_layers() -> None:
     layer = experts(ranks=2)
     made = W8A8MoEMethod(layer.moe_config, "auto", "auto")
