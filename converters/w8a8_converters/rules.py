@@ -88,7 +88,12 @@ class SkipRules:
         Raises:
             ValueError: some are skipped and some are not.
         """
-        skipped = [name for name in names if self.skips(name)]
+        fused = [(part, whole) for whole, parts in FUSED.items() for part in parts]
+        skipped = [
+            name
+            for name in names
+            if self.skips(name) or any(self.skips(_sibling(name, whole)) for part, whole in fused if _last(name) == part)
+        ]
         if skipped and len(skipped) < len(names):
             raise ValueError(
                 f"{len(skipped)} of the {len(names)} projections of {prefix}, such as {skipped[0]}, would be skipped, and "

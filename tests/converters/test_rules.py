@@ -110,7 +110,7 @@ def test_experts_all_or_none(pattern, skipped):
     assert SkipRules([pattern]).skips_experts("model.layers.0.mlp.experts", EXPERTS[:6]) is skipped
 
 
-@pytest.mark.parametrize("pattern", ["experts.2", "down_proj", "model.layers.0.mlp.experts.1.up_proj"])
+@pytest.mark.parametrize("pattern", ["experts.2", "down_proj", "gate_up_proj", "model.layers.0.mlp.experts.1.up_proj"])
 def test_some_experts_are_refused(pattern):
     with pytest.raises(ValueError, match=r"of the 6 projections of model\.layers\.0\.mlp\.experts, .* skip all experts"):
         SkipRules([pattern]).skips_experts("model.layers.0.mlp.experts", EXPERTS[:6])
