@@ -235,7 +235,7 @@ DEFAULTS = {
     "model.multi_modal_projector.linear_1.weight": False,
     "model.layers.2.eh_proj.weight": False,
     "mtp.fc.weight": False,
-    "mtp.layers.0.mlp.up_proj.weight": True,
+    "mtp.layers.0.mlp.up_proj.weight": False,
     "transformer.h.0.mlp.dense_h_to_4h.weight": True,
 }
 
