@@ -157,18 +157,9 @@ class W8A8OnlineMoEMethod(W8A8MoEMethod):
     uses_meta_device = True
     _OTHER_BLOCK = envs.HADAMARD + "={block}"
 
-    def create_weights(
-        self,
-        layer: RoutedExperts,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size_per_partition: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs,
-    ) -> None:
-        super().create_weights(
-            layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype, **extra_weight_attrs
-        )
+    def create_weights(self, layer: RoutedExperts, **sizes_and_attrs) -> None:
+        """As for a checkpoint, but floating-point, and without scales."""
+        super().create_weights(layer, **sizes_and_attrs)
         # Rows of the last projection that this rank has a part of: local expert -> their amax over all ranks' columns.
         layer.w8a8_amax = {}
         initialize_online_processing(layer)

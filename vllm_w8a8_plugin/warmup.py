@@ -47,10 +47,11 @@ class Warmup:
         limits = self._waiting.pop(layer, None)
         if limits is None:
             return
-        weight = layer.w13_weight if hasattr(layer, "w13_weight") else layer.weight
+        has_experts = hasattr(layer, "w13_weight")
+        weight = layer.w13_weight if has_experts else layer.weight
         if weight is not None and _compiles_on(weight.device):
             start, before = time.perf_counter(), _compilations()
-            if hasattr(layer, "w13_weight"):
+            if has_experts:
                 self._run_experts(layer, limits[0])
             else:
                 self._run(layer, *limits)
