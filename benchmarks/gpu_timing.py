@@ -50,6 +50,24 @@ def copy_bandwidth() -> float:
     return 2 * source.numel() * source.element_size() / (best_ms * 1e-3)
 
 
+def require_gpu_tests(*files: str) -> None:
+    """Run GPU tests of the kernels, all files at once; no figure without them.
+
+    Raises:
+        SystemExit: one fails; with the end of what it said.
+    """
+    tests = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    running = [
+        subprocess.Popen([*tests, str(ROOT / "tests" / "kernels" / file)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        for file in files
+    ]
+    for process in running:
+        output, _ = process.communicate()
+        print(output.strip().splitlines()[-1])
+        if process.returncode != 0:
+            raise SystemExit(f"the kernels' GPU tests fail, nothing is measured:\n{output[-3000:]}")
+
+
 def installed(package: str) -> str | None:
     """Version of a distribution, or None."""
     try:

@@ -11,13 +11,11 @@ Writes benchmarks/results/linear-<gpu>-<date>.json.
 import argparse
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from gpu_timing import RESULTS, ROOT, copy_bandwidth, provenance
+from gpu_timing import RESULTS, copy_bandwidth, provenance, require_gpu_tests
 
 import w8a8_kernels
 from w8a8_kernels.timing import call_count, compare_us
@@ -84,22 +82,6 @@ def gemlite_peers() -> dict[str, Peer]:
     return {"gemlite": gemlite}
 
 
-def gate() -> None:
-    """The GPU tests of quantizer and product; no figure without them."""
-    tests = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
-    running = [
-        subprocess.Popen(
-            [*tests, str(ROOT / "tests" / "kernels" / f"test_{op}.py")], stdout=subprocess.PIPE, text=True, cwd=ROOT
-        )
-        for op in ("quantize", "scaled_mm")
-    ]
-    for process in running:
-        output, _ = process.communicate()
-        print(output.strip().splitlines()[-1])
-        if process.returncode != 0:
-            raise SystemExit(f"the kernels' GPU tests fail, nothing is measured:\n{output[-3000:]}")
-
-
 def operands(M: int, N: int, K: int, copies: int) -> list[Operands]:
     """`copies` weights, and as many inputs."""
     result = []
@@ -155,7 +137,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="instead of benchmarks/results/linear-<gpu>-<date>.json")
     parser.add_argument("--commit", help="where the source tree has no git history")
     args = parser.parse_args()
-    gate()
+    require_gpu_tests("test_quantize.py", "test_scaled_mm.py")
     before = {}
     if args.compare is not None:
         before = {(c["N"], c["K"], c["M"]): c for c in json.loads(args.compare.read_text())["cells"]}

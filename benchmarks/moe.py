@@ -13,14 +13,12 @@ import argparse
 import contextlib
 import itertools
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from gpu_timing import RESULTS, ROOT, copy_bandwidth, provenance
+from gpu_timing import RESULTS, copy_bandwidth, provenance, require_gpu_tests
 
 import w8a8_kernels
 from w8a8_kernels.grouped_mm import ExpertsPlan, GroupedTile
@@ -96,17 +94,6 @@ def vllm_peers() -> tuple[dict[str, Peer], contextlib.AbstractContextManager]:
         return lambda: fused_experts(o.x, w.w13, w.w2, o.topk_weights, o.topk_ids, quant_config=config)
 
     return {"vllm_bf16": bf16, "vllm_int8": int8}, set_current_vllm_config(VllmConfig())
-
-
-def gate() -> None:
-    """The op's GPU tests; no figure without them."""
-    tests = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*tests, str(ROOT / "tests" / "kernels" / "test_grouped_mm.py")], stdout=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    print(done.stdout.strip().splitlines()[-1])
-    if done.returncode != 0:
-        raise SystemExit(f"the op's GPU tests fail, nothing is measured:\n{done.stdout[-3000:]}")
 
 
 def weight_sets() -> list[Weights]:
@@ -234,7 +221,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="instead of benchmarks/results/moe[-tiles]-<gpu>-<date>.json")
     parser.add_argument("--commit", help="where the source tree has no git history")
     args = parser.parse_args()
-    gate()
+    require_gpu_tests("test_grouped_mm.py")
     bandwidth = copy_bandwidth()
     head = provenance(args.commit)
     print(f"{head['gpu']}, copies move {bandwidth / 1e12:.2f} TB/s; microseconds, quantization included")
