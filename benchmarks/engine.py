@@ -1,11 +1,12 @@
 """Whole engines: prefill and decode speed, time to the first token and memory of model shapes in several modes.
 
-    python benchmarks/engine.py [--models qwen3-8b] [--modes bf16 ours] [--batches 1 8 32 128] [--tp 1] [--runs 3]
+    python benchmarks/engine.py [--models qwen3-8b] [--modes bf16 ours] [--batches 1 8 32 128] [--tp 1] [--runs 3] [--together]
 
 Weights are dummies, compiled code and CUDA graphs are on, as vLLM serves by default. Every model and mode has a process of its
 own, which measures all its cells; one that crashes is started again, and the crash is counted. Cells are written as they come:
-the same command goes on where it stopped. Writes benchmarks/results/engine-<gpu>-<date>.json, and beside it a table (.md) and,
-where matplotlib is installed, a plot (.png).
+the same command goes on where it stopped. With `--together` all engines are started at once, since starting takes longer than
+measuring, and measure one after the other, the others waiting; they must fit into the GPU's memory beside each other. Writes
+benchmarks/results/engine-<gpu>-<date>.json, and beside it a table (.md) and, where matplotlib is installed, a plot (.png).
 
 - prefill: `batch` prompts of 1,024 tokens, one token each; prompt tokens per second. `first_token_s` is the time of that call.
 - decode: `batch` prompts of 128 tokens; tokens per second from the 32nd to the 160th token, as the difference of two calls.
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,6 +33,9 @@ FEW_TOKENS, MANY_TOKENS = 32, 160
 MIXED_LENGTHS = (100, 1024)
 PHASES = ("prefill", "decode", "mixed")
 MAX_CRASHES = 2
+
+# Files by which a process says that its engine stands, and is told to measure.
+READY, GO = "ready", "go"
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -62,6 +67,24 @@ MODELS = {
         "num_hidden_layers": 28,
         "tie_word_embeddings": True,
     },
+    # One in six of its layers: the whole takes 61 GB in bf16.
+    "qwen3-30b-a3b-8-layers": QWEN3
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 8,
+        "tie_word_embeddings": False,
+    },
     "tiny": QWEN3
     | {
         "hidden_size": 256,
@@ -90,6 +113,7 @@ MODES = {
     "stock-int8": Mode({"quantization_config": STOCK_INT8}),
     "stock-fp8": Mode(engine={"quantization": "fp8"}),
     "ours": Mode(engine={"quantization": "w8a8"}),
+    "ours-lmhead": Mode(engine={"quantization": "w8a8"}, env={"VLLM_W8A8_LM_HEAD": "1"}),
     "ours-rtn": Mode(engine={"quantization": "w8a8"}, env={"VLLM_W8A8_HADAMARD": "0"}),
 }
 
@@ -177,6 +201,9 @@ def child(folder: Path) -> None:
         **job["engine"],
     )
     start_s = round(time.perf_counter() - start, 1)
+    (folder / READY).touch()
+    while job["waits"] and not (folder / GO).exists():
+        time.sleep(0.1)
     for phase, batch in job["cells"]:
         cell = {"phase": phase, "batch": batch, **measure(llm, phase, batch, job["runs"], job["vocab"])}
         cell |= {"start_s": start_s, "peak_bytes": max(llm.collective_rpc(peak_bytes))}
@@ -186,64 +213,103 @@ def child(folder: Path) -> None:
     os._exit(0)
 
 
-def start(job: Job, cells: list[tuple[str, int]], log: Path) -> tuple[list[dict], bool]:
-    """Measure cells in a process of its own.
+class Engine(AbstractContextManager):
+    """A process that starts an engine and then, at once or when told to `go`, measures cells."""
 
-    Returns:
-        the cells that it measured, and whether it ended well.
-    """
-    mode = MODES[job.mode]
-    config = MODELS[job.model] | mode.config
-    with tempfile.TemporaryDirectory() as tmp:
-        folder = Path(tmp)
-        (folder / "config.json").write_text(json.dumps(config))
-        (folder / "job.json").write_text(
-            json.dumps(
-                {
-                    "tp": job.tp,
-                    "cells": cells,
-                    "runs": job.runs,
-                    "vocab": config["vocab_size"],
-                    "engine": mode.engine | job.engine,
-                }
-            )
-        )
+    def __init__(self, job: Job, cells: list[tuple[str, int]], log: Path, waits: bool = False) -> None:
+        mode = MODES[job.mode]
+        config = MODELS[job.model] | mode.config
+        self._tmp = tempfile.TemporaryDirectory()
+        self._folder = Path(self._tmp.name)
+        (self._folder / "config.json").write_text(json.dumps(config))
+        about = {"tp": job.tp, "cells": cells, "runs": job.runs, "vocab": config["vocab_size"], "waits": waits}
+        (self._folder / "job.json").write_text(json.dumps(about | {"engine": mode.engine | job.engine}))
         # The functions that the workers are sent are pickled.
         env = os.environ | {"VLLM_W8A8_ENABLE": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} | mode.env
         if job.tp == 1:
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        command = [sys.executable, __file__, "--child", self._tmp.name]
         with log.open("a") as output:
-            done = subprocess.run(
-                [sys.executable, __file__, "--child", tmp], env=env, stdout=output, stderr=subprocess.STDOUT, check=False
-            )
-        path = folder / "cells.jsonl"
+            self._process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT)
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._tmp.cleanup()
+
+    def wait_until_started(self) -> None:
+        """Return when the engine stands, or its process has ended."""
+        while self._process.poll() is None and not (self._folder / READY).exists():
+            time.sleep(0.1)
+
+    def measure(self) -> tuple[list[dict], bool]:
+        """Let it measure.
+
+        Returns:
+            the cells that it measured, and whether it ended well.
+        """
+        (self._folder / GO).touch()
+        code = self._process.wait()
+        path = self._folder / "cells.jsonl"
         measured = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return measured, done.returncode == 0
+        return measured, code == 0
 
 
 def key(cell: dict) -> tuple:
     return cell["model"], cell["mode"], cell["tp"], cell["phase"], cell["batch"]
 
 
+def missing(job: Job, result: dict) -> list[tuple[str, int]]:
+    """Cells of a job that `result` lacks."""
+    have = {key(cell) for cell in result["cells"]}
+    return [cell for cell in job.cells() if (job.model, job.mode, job.tp, *cell) not in have]
+
+
+def run_together(jobs: list[Job], result: dict, out: Path, logs: Path) -> None:
+    """Start an engine for every job, then let one after the other measure; `run` is for what fails here."""
+    with ExitStack() as stack:
+        engines = []
+        for job in jobs:
+            if left := missing(job, result):
+                engines.append((job, stack.enter_context(Engine(job, left, log_of(job, logs), waits=True))))
+        for _, engine in engines:
+            engine.wait_until_started()
+        for job, engine in engines:
+            add(job, result, out, logs, *engine.measure())
+
+
 def run(job: Job, result: dict, out: Path, logs: Path) -> None:
     """Measure what `result` lacks of a job, and write it after every process."""
-    crashes = 0
-    while crashes <= MAX_CRASHES:
-        have = {key(cell) for cell in result["cells"]}
-        left = [c for c in job.cells() if (job.model, job.mode, job.tp, *c) not in have]
+    while crashes_of(job, result) <= MAX_CRASHES:
+        left = missing(job, result)
         if not left:
             return
-        log = logs / f"{job.model}-{job.mode}-tp{job.tp}.log"
-        measured, well = start(job, left, log)
-        for cell in measured:
-            where = {"model": job.model, "mode": job.mode, "tp": job.tp, "crashes": crashes}
-            result["cells"].append(where | cell)
-            print(f"{job.model} {job.mode} tp {job.tp} {cell['phase']} {cell['batch']}: {cell['tokens_per_s']:,.0f} tokens/s")
-        write(result, out)
-        if not well:
-            crashes += 1
-            print(f"{job.model} {job.mode} tp {job.tp}: the engine ended with an error, see {log}")
+        with Engine(job, left, log_of(job, logs)) as engine:
+            add(job, result, out, logs, *engine.measure())
+    crashes = crashes_of(job, result)
     result.setdefault("failed", []).append({"model": job.model, "mode": job.mode, "tp": job.tp, "crashes": crashes})
+    write(result, out)
+
+
+def log_of(job: Job, logs: Path) -> Path:
+    return logs / f"{job.model}-{job.mode}-tp{job.tp}.log"
+
+
+def crashes_of(job: Job, result: dict) -> int:
+    """How often an engine of this job has ended with an error."""
+    return result.get("crashes", {}).get(f"{job.model} {job.mode} tp {job.tp}", 0)
+
+
+def add(job: Job, result: dict, out: Path, logs: Path, measured: list[dict], well: bool) -> None:
+    """Write what one engine has measured, and how it ended."""
+    name, crashes = f"{job.model} {job.mode} tp {job.tp}", crashes_of(job, result)
+    for cell in measured:
+        where = {"model": job.model, "mode": job.mode, "tp": job.tp, "crashes": crashes}
+        result["cells"].append(where | cell)
+        print(f"{name} {cell['phase']} {cell['batch']}: {cell['tokens_per_s']:,.0f} tokens/s", flush=True)
+    if not well:
+        result.setdefault("crashes", {})[name] = crashes + 1
+        print(f"{name}: the engine ended with an error, see {log_of(job, logs)}", flush=True)
     write(result, out)
 
 
@@ -309,6 +375,7 @@ def main() -> None:
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=["prefill", "decode"])
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--together", action="store_true", help="start all engines at once")
     parser.add_argument("--engine", type=json.loads, default={}, help="more arguments of vllm.LLM, as JSON")
     parser.add_argument("--out", type=Path, help="instead of benchmarks/results/engine-<gpu>-<date>.json")
     parser.add_argument("--commit", help="where the source tree has no git history")
@@ -327,10 +394,15 @@ def main() -> None:
         result = before
     logs = out.with_suffix(".logs")
     logs.mkdir(exist_ok=True)
-    for model in args.models:
-        for mode in args.modes:
-            job = Job(model, mode, args.tp, tuple(args.batches), tuple(args.phases), args.runs, args.engine)
-            run(job, result, out, logs)
+    jobs = [
+        Job(model, mode, args.tp, tuple(args.batches), tuple(args.phases), args.runs, args.engine)
+        for model in args.models
+        for mode in args.modes
+    ]
+    if args.together:
+        run_together(jobs, result, out, logs)
+    for job in jobs:
+        run(job, result, out, logs)
     plot(result, out.with_suffix(".png"))
     print(json.dumps({"result": str(out)}))
 

@@ -26,12 +26,12 @@ from gpu_timing import ROOT, copy_bandwidth, provenance
 
 sys.path.insert(0, str(ROOT / "kernels"))
 
+from w8a8_kernels.ops import row_options
 from w8a8_kernels.quantize import QuantizeConfig, quantize_config
 from w8a8_kernels.quantize import reference as ref
 from w8a8_kernels.quantize.rms_norm import add_rms_norm_quantize_row, rms_norm_quantize_row
 from w8a8_kernels.quantize.row import quantize_row
 from w8a8_kernels.quantize.silu_mul import silu_mul_quantize_row
-from w8a8_kernels.select import has_dependent_launch
 from w8a8_kernels.timing import MIN_CALLS, compare_us
 
 BATCH_SIZES = (1, 16, 64, 128, 512, 2048, 8192)
@@ -181,16 +181,16 @@ def measure(case: Case, M: int, K: int, ops: ModuleType | None, sweep: bool, ban
     n_cold = -(-4 * l2_bytes // bytes_moved)
     sets = [case.inputs(M, K) for _ in range(min(max(n_cold, MIN_CALLS), MAX_CALLS))]
     runs: dict[str, Callable[[Inputs], object]] = {}
-    pdl = has_dependent_launch(torch.cuda.get_device_capability())
+    options = row_options(torch.device("cuda", torch.cuda.current_device()))
     if sweep:
         for hadamard in (0, BLOCK):
             rule = quantize_config(M, K, DTYPE, case.held, hadamard)
             for config in dict.fromkeys([rule, *tiles(M, K, hadamard)]):
                 name = f"h{hadamard}:" + "x".join(map(str, config)) + ("*" if config == rule else "")
-                runs[name] = lambda i, h=hadamard, config=config: case.ours(i, h, config=config, pdl=pdl)
+                runs[name] = lambda i, h=hadamard, config=config: case.ours(i, h, config=config, **options)
     else:
-        runs["ours"] = lambda i: case.ours(i, pdl=pdl)
-        runs[f"ours_h{BLOCK}"] = lambda i: case.ours(i, BLOCK, pdl=pdl)
+        runs["ours"] = lambda i: case.ours(i, **options)
+        runs[f"ours_h{BLOCK}"] = lambda i: case.ours(i, BLOCK, **options)
         if ops is not None:
             # Last those that overwrite their inputs.
             for name, peer in case.peers.items():

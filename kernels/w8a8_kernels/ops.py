@@ -20,7 +20,12 @@ from w8a8_kernels.quantize.reference import (
     silu_mul_quantize_reference,
 )
 from w8a8_kernels.scaled_mm.cutlass import has_cutlass, scaled_mm_cutlass
-from w8a8_kernels.scaled_mm.onednn import has_onednn, pack_weight_onednn, scaled_mm_onednn
+from w8a8_kernels.scaled_mm.onednn import (
+    has_onednn,
+    pack_weight_onednn,
+    release_packed_weight_onednn,
+    scaled_mm_onednn,
+)
 from w8a8_kernels.scaled_mm.reference import scaled_mm_reference
 from w8a8_kernels.select import (
     MAX_K,
@@ -98,20 +103,23 @@ def measured_tile(device: torch.device, M: int, N: int, K: int) -> Tile:
     return tile_for(M, N, K, device_name=_device_name(device), capability=capability, num_sms=_num_sms(device))
 
 
-def _row_options(facts: Facts) -> dict | None:
+def row_options(device: torch.device) -> dict | None:
     """Keyword arguments of the Triton row-wise kernels, or None where the reference in torch runs instead."""
+    facts = device_facts(device)
     if select_quantize(facts).kernel != "triton":
         return None
-    from w8a8_kernels.quantize.row import transforms_on_tensor_cores
+    from w8a8_kernels.quantize.device import transforms_on_tensor_cores
+    from w8a8_kernels.quantize.stream import STREAM_MEASURED
 
     return {
         "tensor_cores": transforms_on_tensor_cores(facts.capability),
+        "stream_sms": _num_sms(device) if facts.capability == STREAM_MEASURED else 0,
         "pdl": has_dependent_launch(facts.capability),
     }
 
 
 def _quantize_cuda(x: torch.Tensor, hadamard: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    options = _row_options(device_facts(x.device))
+    options = row_options(x.device)
     if options is None:
         return quantize_reference(x, hadamard)
     from w8a8_kernels.quantize.row import quantize_row
@@ -120,11 +128,12 @@ def _quantize_cuda(x: torch.Tensor, hadamard: int = 0) -> tuple[torch.Tensor, to
 
 
 def _quantize_amax_cuda(x: torch.Tensor, hadamard: int = 0) -> torch.Tensor:
-    options = _row_options(device_facts(x.device))
+    options = row_options(x.device)
     if options is None:
         return quantize_amax_reference(x, hadamard)
     from w8a8_kernels.quantize.row import quantize_amax_row
 
+    del options["stream_sms"]
     return quantize_amax_row(x, hadamard, **options)
 
 
@@ -133,7 +142,7 @@ def _quantize_with_amax_cpu(x: torch.Tensor, amax: torch.Tensor, hadamard: int =
 
 
 def _quantize_with_amax_cuda(x: torch.Tensor, amax: torch.Tensor, hadamard: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    options = _row_options(device_facts(x.device))
+    options = row_options(x.device)
     if options is None:
         return quantize_reference(x, hadamard, amax)
     from w8a8_kernels.quantize.row import quantize_row
@@ -144,7 +153,7 @@ def _quantize_with_amax_cuda(x: torch.Tensor, amax: torch.Tensor, hadamard: int 
 def _rms_norm_quantize_cuda(
     x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0, hadamard: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    options = _row_options(device_facts(x.device))
+    options = row_options(x.device)
     if options is None:
         return rms_norm_quantize_reference(x, weight, eps, weight_offset, hadamard)
     from w8a8_kernels.quantize.rms_norm import rms_norm_quantize_row
@@ -155,7 +164,7 @@ def _rms_norm_quantize_cuda(
 def _add_rms_norm_quantize_cuda(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0, hadamard: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    options = _row_options(device_facts(x.device))
+    options = row_options(x.device)
     if options is None:
         return add_rms_norm_quantize_reference(x, residual, weight, eps, weight_offset, hadamard)
     from w8a8_kernels.quantize.rms_norm import add_rms_norm_quantize_row
@@ -164,7 +173,7 @@ def _add_rms_norm_quantize_cuda(
 
 
 def _silu_mul_quantize_cuda(x: torch.Tensor, hadamard: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    options = _row_options(device_facts(x.device))
+    options = row_options(x.device)
     if options is None:
         return silu_mul_quantize_reference(x, hadamard)
     from w8a8_kernels.quantize.silu_mul import silu_mul_quantize_row
@@ -251,7 +260,9 @@ def _int8_experts_cuda(
         return int8_experts_reference(*arguments)
     from w8a8_kernels.grouped_mm.experts import int8_experts_grouped
 
-    return int8_experts_grouped(*arguments, plan=plan_experts(x.device, T, top_k, w13, w2, expert_map), **_row_options(facts))
+    return int8_experts_grouped(
+        *arguments, plan=plan_experts(x.device, T, top_k, w13, w2, expert_map), **row_options(x.device)
+    )
 
 
 _LIBRARY.impl("quantize", quantize_reference, "CPU")
@@ -513,6 +524,11 @@ def pack_weight(weight: torch.Tensor, weight_scale: torch.Tensor, out_dtype: tor
     if weight.numel() and select_scaled_mm(device_facts(weight.device)).kernel == "onednn":
         return pack_weight_onednn(weight, weight_scale, out_dtype)
     return None
+
+
+def release_packed_weight(packed: torch.Tensor) -> None:
+    """Free the memory of what `pack_weight` gave; it, and copies of it, must not be used any more."""
+    release_packed_weight_onednn(packed)
 
 
 def int8_linear(

@@ -264,7 +264,8 @@ def _search(timer: Measure, M: int, N: int, K: int, gpu: Gpu) -> Measurement:
         best = sorted(found.us, key=found.us.get)[:BEAM]
         before = found.us[best[0]]
         near = dict.fromkeys(other for tile in best for other in neighbours(tile, *where) if other not in found.us)
-        found = replace(found, us=timer(M, N, K, [best[0], *near]).us | found.us)
+        later = timer(M, N, K, [best[0], *near])
+        found = Measurement(later.us | found.us, later.cutlass_us)
         if min(found.us.values()) > before * (1 - LEAST_GAIN):
             break
     return found
@@ -437,7 +438,7 @@ class GpuMeasure(AbstractContextManager):
         from w8a8_kernels.scaled_mm.cutlass import scaled_mm_cutlass
         from w8a8_kernels.scaled_mm.split_k import scaled_mm_split_k
         from w8a8_kernels.select import cutlass_refusal
-        from w8a8_kernels.timing import call_count, graph_us
+        from w8a8_kernels.timing import call_count, compare_us, graph_us
 
         gpu, device = self._gpu, self._device
         copies, n_calls = call_count(M, N, K, device)
@@ -474,6 +475,9 @@ class GpuMeasure(AbstractContextManager):
                 raise RuntimeError(f"tune: {tile} gives other bits than others for {M} rows and a weight {N}x{K}")
             us[tile] = graph_us([lambda i=i, tile=tile: ours(i, tile) for i in range(n_calls)], WARM_UP_MS)
         cutlass_us = None
-        if cutlass_refusal(device_facts(device), N, K, DTYPE) is None:
-            cutlass_us = graph_us([lambda i=i: cutlass(i) for i in range(n_calls)], WARM_UP_MS)
+        if us and cutlass_refusal(device_facts(device), N, K, DTYPE) is None:
+            best = min(us, key=us.get)
+            ways = {"triton": lambda i: ours(i, best), "cutlass": cutlass}
+            turns = compare_us({name: [lambda i=i, way=way: way(i) for i in range(n_calls)] for name, way in ways.items()})
+            cutlass_us = us[best] * turns["cutlass"] / turns["triton"]
         return Measurement(us, cutlass_us)

@@ -19,7 +19,7 @@ LOOPED = MAX_BLOCK_BYTES // 2 + 64
 
 
 def quantizers() -> None:
-    for M, K, hadamard in ((3, 1000, 0), (3, LOOPED, 0), (300, 192, 64), (3, LOOPED, 64)):
+    for M, K, hadamard in ((3, 1000, 0), (3, LOOPED, 0), (300, 192, 64), (3, LOOPED, 64), (70, 4160, 64), (1030, 4160, 64)):
         x, weight = torch.randn(M, K, device="cuda", dtype=DTYPE), torch.randn(K, device="cuda", dtype=DTYPE)
         codes, _ = w8a8_kernels.quantize(x, hadamard)
         expected, _ = quantize_reference(x.cpu(), hadamard)

@@ -12,6 +12,8 @@ from w8a8_kernels.quantize import (
     rms_norm_quantize_reference,
     silu_mul_quantize_reference,
 )
+from w8a8_kernels.quantize.config import STREAM_OPS, StreamConfig, stream_config
+from w8a8_kernels.tiles import max_shared_bytes
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = [(1, 16), (3, 128), (17, 384), (9, 1024), (5, 2944)]
@@ -70,7 +72,7 @@ def test_block_rule(K: int, row_parallel: bool, block: int) -> None:
     assert block_size(K, row_parallel=row_parallel) == block
 
 
-def run(op: str, x: torch.Tensor, block: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+def run(op: str, x: torch.Tensor, block: int, **options) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
     """An op of the package, as the tests' device has it, and its reference, both on rows x [M, K]."""
     weight = torch.linspace(0.5, 1.5, x.shape[1]).to(x.dtype).to(x.device)
     wide = torch.cat([x, x.flip(0)], dim=1)
@@ -88,10 +90,10 @@ def run(op: str, x: torch.Tensor, block: int) -> tuple[tuple[torch.Tensor, ...],
         from w8a8_kernels.quantize.silu_mul import silu_mul_quantize_row
 
         calls = {
-            "quantize": lambda: quantize_row(x, block),
-            "rms_norm": lambda: rms_norm_quantize_row(x, weight, EPS, 0.0, block),
-            "add_rms_norm": lambda: add_rms_norm_quantize_row(x, x.flip(0), weight, EPS, 0.0, block),
-            "silu_mul": lambda: silu_mul_quantize_row(wide, block),
+            "quantize": lambda: quantize_row(x, block, **options),
+            "rms_norm": lambda: rms_norm_quantize_row(x, weight, EPS, 0.0, block, **options),
+            "add_rms_norm": lambda: add_rms_norm_quantize_row(x, x.flip(0), weight, EPS, 0.0, block, **options),
+            "silu_mul": lambda: silu_mul_quantize_row(wide, block, **options),
         }
     x, weight, wide = x.cpu(), weight.cpu(), wide.cpu()
     references = {
@@ -118,9 +120,9 @@ def assert_close(got: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ..
 OPS = ("quantize", "rms_norm", "add_rms_norm", "silu_mul")
 
 
-def check(op: str, M: int, K: int, block: int, dtype: torch.dtype, device: torch.device) -> None:
+def check(op: str, M: int, K: int, block: int, dtype: torch.dtype, device: torch.device, **options) -> None:
     x = activations(M, K, dtype, device)
-    got, expected = run(op, x, block)
+    got, expected = run(op, x, block, **options)
     # A norm or an activation rounded the other way, one in 2^12 places, moves a transformed value by its part of 2^-9.
     assert_close(got, expected, 1e-6 if op == "quantize" else 2e-3)
     if M > 4 and op == "quantize":
@@ -138,6 +140,43 @@ def test_kernels_equal_their_references(op: str, M: int, K: int, dtype: torch.dt
     for block in BLOCKS:
         if K % block == 0:
             check(op, M, K, block, dtype, device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("programs", [2, 40])
+@pytest.mark.parametrize(("K", "block_k", "block", "rows"), [(640, 1024, 32, 1), (2944, 1024, 64, 1), (96, 256, 16, 4)])
+@pytest.mark.parametrize("op", OPS)
+def test_streamed_rows_equal_their_references(
+    op: str, K: int, block_k: int, block: int, rows: int, programs: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Several rows a program, rows of one tile and of several, none of them full."""
+    pytest.importorskip("triton")
+    if device.type == "cuda":
+        pytest.skip("the ops choose the tile there: test_kernels_equal_their_references_on_gpu")
+    config = StreamConfig(block_k, -(-K // block_k), num_warps=4, num_stages=3, per_sm=1, rows=rows)
+    check(op, 11, K, block, dtype, device, config=config, stream_sms=programs)
+
+
+@pytest.mark.parametrize("op", STREAM_OPS)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_streaming_rule(op: str, block: int) -> None:
+    """Within the shared memory of capability 9.0, a tile of whole blocks for every length; none where it was not faster."""
+    for M in (65, 257, 1025, 8192):
+        for K in range(128, 17408, 128):
+            config = stream_config(M, K, torch.bfloat16, block, op)
+            assert (config is None) == (
+                block > 64
+                or K > 16384
+                or (K <= 2048 and (op != "silu_mul" or M > 1024))
+                or (op == "silu_mul" and K > 4096 and M <= 1024)
+            )
+            if config is not None:
+                assert (config.chunks - 1) * config.block_k < K <= config.chunks * config.block_k
+                assert config.rows * config.block_k // block >= 64, "the least that tensor cores of capability 9.0 multiply"
+                elements = config.rows * config.chunks * config.block_k * (2 if op in ("add_rms_norm", "silu_mul") else 1)
+                assert 2 * elements * config.num_stages <= max_shared_bytes((9, 0))
+    assert stream_config(64, 4096, torch.bfloat16, block, op) is None
+    assert stream_config(2048, 4096, torch.float32, block, op) is None
 
 
 @pytest.mark.gpu

@@ -27,6 +27,7 @@ def int8_experts_grouped(
     *,
     plan: ExpertsPlan,
     tensor_cores: bool = True,
+    stream_sms: int = 0,
     pdl: bool = False,
 ) -> torch.Tensor:
     """The whole layer; see `int8_experts_reference` for the rounding and `w8a8_kernels.int8_experts` for the arguments.
@@ -35,12 +36,12 @@ def int8_experts_grouped(
 
     Args:
         plan: grouping and tiles, `experts_plan`.
-        tensor_cores: as in `quantize_row`.
+        tensor_cores, stream_sms: as in `quantize_row`.
         pdl: programmatic dependent launch (capability 9.0 and newer): each kernel starts while the one before still runs.
     """
     E = w13.shape[0]
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
-    rows = {"tensor_cores": tensor_cores, "pdl": pdl}
+    rows = {"tensor_cores": tensor_cores, "stream_sms": stream_sms, "pdl": pdl}
     blocks = None if plan.direct else sort_pairs(topk_ids, expert_map, E, plan.block_m, pdl=pdl)
     codes, scale = quantize_row(x, hadamard13, **rows)
     hidden = grouped_mm(

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from w8a8_kernels.grouped_mm.config import max_blocks
 from w8a8_kernels.launch import launch_options
-from w8a8_kernels.quantize.row import chain_launches
+from w8a8_kernels.quantize.device import chain_launches
 
 # Pairs that a program looks at together, and its warps: few pairs are one look.
 FEW_PAIRS, FEW_PAIRS_WARPS = 1024, 4

@@ -4,23 +4,24 @@ import torch
 import triton
 import triton.language as tl
 
-from w8a8_kernels.quantize.config import QuantizeConfig, quantize_config
-from w8a8_kernels.quantize.row import (
+from w8a8_kernels.quantize.config import QuantizeConfig, StreamConfig, quantize_config, stream_config
+from w8a8_kernels.quantize.device import (
     amax_bits,
     chain_launches,
-    empty_codes,
     encode,
     hadamard_signs,
-    kernel_options,
+    normalize,
+    reciprocal_rms,
     round_to,
     row_reciprocal,
     row_scale,
-    row_stride,
     store_scale,
     tile_offsets,
     transform,
-    unit_rows,
 )
+from w8a8_kernels.quantize.row import kernel_options
+from w8a8_kernels.quantize.stream import launch_stream
+from w8a8_kernels.quantize.tensors import empty_codes, row_stride, unit_rows
 
 
 @triton.jit
@@ -37,20 +38,6 @@ def load_sum(x_ptr, residual_ptr, o_m, o_k, mask, x_row_stride, residual_row_str
 def square_sum(b_x):
     b_x = b_x.to(tl.float32)
     return tl.sum(b_x * b_x, axis=1)
-
-
-@triton.jit
-def reciprocal_rms(b_square_sum, K, eps):
-    # Correctly rounded, unlike rsqrt, which is an approximation on a GPU: the reference gets the same bits from equal sums.
-    # K * 1.0: K is a tensor or, where it is 1, a constant, which has no `to`.
-    b_mean = tl.div_rn(b_square_sum, K * 1.0)
-    return tl.div_rn(1.0, tl.sqrt_rn(b_mean + eps))
-
-
-@triton.jit
-def normalize(b_x, b_rstd, b_weight, weight_offset):
-    """b_x * b_rstd * (b_weight + weight_offset) in fp32, rounded once, to b_x's dtype."""
-    return round_to(b_x.to(tl.float32) * b_rstd[:, None] * (b_weight.to(tl.float32) + weight_offset), b_x.dtype)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -151,35 +138,44 @@ def _launch(
     eps: float,
     weight_offset: float,
     hadamard: int,
-    config: QuantizeConfig | None,
+    config: QuantizeConfig | StreamConfig | None,
     tensor_cores: bool,
+    stream_sms: int,
     pdl: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     x = unit_rows(x)
     M, K = x.shape
+    if config is None and stream_sms:
+        config = stream_config(M, K, x.dtype, hadamard, "rms_norm" if residual is None else "add_rms_norm")
     config = config or quantize_config(M, K, x.dtype, held=2, hadamard=hadamard)
     codes, scale = empty_codes(M, K, x.device)
     summed = None
     if residual is not None:
         residual = unit_rows(residual)
         summed = torch.empty((M, K), dtype=x.dtype, device=x.device)
-    if M > 0:
-        rms_norm_quantize_kernel[(triton.cdiv(M, config.rows),)](
-            codes,
-            scale,
-            summed,
-            x,
-            residual,
-            weight.contiguous(),
-            M,
-            K,
-            row_stride(x),
-            0 if residual is None else row_stride(residual),
-            eps,
-            weight_offset,
-            HAS_RESIDUAL=residual is not None,
-            **kernel_options(config, K, hadamard, tensor_cores, pdl),
-        )
+    if M == 0:
+        return codes, scale, summed
+    weight = weight.contiguous()
+    if isinstance(config, StreamConfig):
+        how = {"num_sms": stream_sms, "pdl": pdl, "op": "rms_norm", "norm": (weight, eps, weight_offset)}
+        launch_stream(codes, scale, x, K, hadamard, config, residual=residual, summed=summed, **how)
+        return codes, scale, summed
+    rms_norm_quantize_kernel[(triton.cdiv(M, config.rows),)](
+        codes,
+        scale,
+        summed,
+        x,
+        residual,
+        weight,
+        M,
+        K,
+        row_stride(x),
+        0 if residual is None else row_stride(residual),
+        eps,
+        weight_offset,
+        HAS_RESIDUAL=residual is not None,
+        **kernel_options(config, K, hadamard, tensor_cores, pdl),
+    )
     return codes, scale, summed
 
 
@@ -190,8 +186,9 @@ def rms_norm_quantize_row(
     weight_offset: float = 0.0,
     hadamard: int = 0,
     *,
-    config: QuantizeConfig | None = None,
+    config: QuantizeConfig | StreamConfig | None = None,
     tensor_cores: bool = True,
+    stream_sms: int = 0,
     pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """RMSNorm of every row of `x`, quantized; see `rms_norm_quantize_reference` for the rounding.
@@ -202,12 +199,12 @@ def rms_norm_quantize_row(
         weight: [K] floating.
         eps: added to the mean of the squares.
         weight_offset: added to the weight in fp32.
-        hadamard, config, tensor_cores, pdl: as in `quantize_row`.
+        hadamard, config, tensor_cores, stream_sms, pdl: as in `quantize_row`.
 
     Returns:
         codes [M, K] int8 and scale [M, 1] fp32.
     """
-    codes, scale, _ = _launch(x, None, weight, eps, weight_offset, hadamard, config, tensor_cores, pdl)
+    codes, scale, _ = _launch(x, None, weight, eps, weight_offset, hadamard, config, tensor_cores, stream_sms, pdl)
     return codes, scale
 
 
@@ -219,19 +216,20 @@ def add_rms_norm_quantize_row(
     weight_offset: float = 0.0,
     hadamard: int = 0,
     *,
-    config: QuantizeConfig | None = None,
+    config: QuantizeConfig | StreamConfig | None = None,
     tensor_cores: bool = True,
+    stream_sms: int = 0,
     pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`rms_norm_quantize_row` of `x + residual`, which is returned, too.
 
     Args:
-        x, weight, eps, weight_offset, hadamard, config, tensor_cores, pdl: as in `rms_norm_quantize_row`.
+        x, weight, eps, weight_offset, hadamard, config, tensor_cores, stream_sms, pdl: as in `rms_norm_quantize_row`.
         residual: [M, K] of x's dtype; rows of any stride.
 
     Returns:
         codes [M, K] int8, scale [M, 1] fp32 and the sum [M, K] in x's dtype.
     """
-    codes, scale, summed = _launch(x, residual, weight, eps, weight_offset, hadamard, config, tensor_cores, pdl)
+    codes, scale, summed = _launch(x, residual, weight, eps, weight_offset, hadamard, config, tensor_cores, stream_sms, pdl)
     assert summed is not None
     return codes, scale, summed

@@ -4,35 +4,29 @@ import torch
 import triton
 import triton.language as tl
 
-from w8a8_kernels.quantize.config import QuantizeConfig, quantize_config
-from w8a8_kernels.quantize.row import (
+from w8a8_kernels.quantize.config import QuantizeConfig, StreamConfig, quantize_config, stream_config
+from w8a8_kernels.quantize.device import (
     amax_bits,
     chain_launches,
-    empty_codes,
     encode,
     hadamard_signs,
-    kernel_options,
-    round_to,
     row_reciprocal,
     row_scale,
-    row_stride,
+    silu_mul,
     store_scale,
     tile_offsets,
     transform,
-    unit_rows,
 )
+from w8a8_kernels.quantize.row import kernel_options
+from w8a8_kernels.quantize.stream import launch_stream
+from w8a8_kernels.quantize.tensors import empty_codes, row_stride, unit_rows
 
 
 @triton.jit
 def load_silu_mul(x_ptr, o_m, o_k, mask, K, x_row_stride):
     """Tile of silu(x[:, :K]) * x[:, K:], rounded to x's dtype after the activation and after the product."""
     p_x = x_ptr + o_m * x_row_stride + o_k
-    b_gate = tl.load(p_x, mask=mask, other=0.0)
-    b_up = tl.load(p_x + K, mask=mask, other=0.0)
-    b_g = b_gate.to(tl.float32)
-    # exp and this division are the GPU's approximations, a few units in the last place of fp32.
-    b_silu = round_to(b_g / (1.0 + tl.exp(-b_g)), b_gate.dtype)
-    return round_to(b_silu.to(tl.float32) * b_up.to(tl.float32), b_gate.dtype)
+    return silu_mul(tl.load(p_x, mask=mask, other=0.0), tl.load(p_x + K, mask=mask, other=0.0))
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -79,29 +73,24 @@ def silu_mul_quantize_kernel(
     if CHUNKS > 0:
         for i in tl.static_range(CHUNKS):
             o_m, o_k, mask = tile_offsets(M, K, i * BLOCK_K, ROWS, BLOCK_K)
-            tl.store(
-                codes_ptr + o_m * K + o_k,
-                encode(transformed[i], b_scale, b_coded, b_factor, b_multiply, multiply_all, HADAMARD),
-                mask=mask,
-            )
+            b_codes = encode(transformed[i], b_scale, b_coded, b_factor, b_multiply, multiply_all, HADAMARD)
+            tl.store(codes_ptr + o_m * K + o_k, b_codes, mask=mask)
     else:
         for i_k in range(0, K, BLOCK_K):
             o_m, o_k, mask = tile_offsets(M, K, i_k, ROWS, BLOCK_K)
             b_y = load_silu_mul(x_ptr, o_m, o_k, mask, K, x_row_stride)
             b_y = transform(b_y, ROWS, BLOCK_K, HADAMARD, b_signs)
-            tl.store(
-                codes_ptr + o_m * K + o_k,
-                encode(b_y, b_scale, b_coded, b_factor, b_multiply, multiply_all, HADAMARD),
-                mask=mask,
-            )
+            b_codes = encode(b_y, b_scale, b_coded, b_factor, b_multiply, multiply_all, HADAMARD)
+            tl.store(codes_ptr + o_m * K + o_k, b_codes, mask=mask)
 
 
 def silu_mul_quantize_row(
     x: torch.Tensor,
     hadamard: int = 0,
     *,
-    config: QuantizeConfig | None = None,
+    config: QuantizeConfig | StreamConfig | None = None,
     tensor_cores: bool = True,
+    stream_sms: int = 0,
     pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`silu(x[:, :K]) * x[:, K:]`, quantized; see `silu_mul_quantize_reference` for the rounding.
@@ -109,23 +98,29 @@ def silu_mul_quantize_row(
     Args:
         x: [M, 2K], bf16, fp16 or fp32; rows of any stride. Results of more than
             `MAX_BLOCK_BYTES` in x's dtype take two passes over x.
-        hadamard, config, tensor_cores, pdl: as in `quantize_row`.
+        hadamard, config, tensor_cores, stream_sms, pdl: as in `quantize_row`.
 
     Returns:
         codes [M, K] int8 and scale [M, 1] fp32.
     """
     x = unit_rows(x)
     M, K = x.shape[0], x.shape[1] // 2
+    if config is None and stream_sms:
+        config = stream_config(M, K, x.dtype, hadamard, "silu_mul")
     config = config or quantize_config(M, K, x.dtype, hadamard=hadamard)
     codes, scale = empty_codes(M, K, x.device)
-    if M > 0:
-        silu_mul_quantize_kernel[(triton.cdiv(M, config.rows),)](
-            codes,
-            scale,
-            x,
-            M,
-            K,
-            row_stride(x),
-            **kernel_options(config, K, hadamard, tensor_cores, pdl),
-        )
+    if M == 0:
+        return codes, scale
+    if isinstance(config, StreamConfig):
+        launch_stream(codes, scale, x, K, hadamard, config, num_sms=stream_sms, pdl=pdl, op="silu_mul")
+        return codes, scale
+    silu_mul_quantize_kernel[(triton.cdiv(M, config.rows),)](
+        codes,
+        scale,
+        x,
+        M,
+        K,
+        row_stride(x),
+        **kernel_options(config, K, hadamard, tensor_cores, pdl),
+    )
     return codes, scale

@@ -18,13 +18,18 @@ def pack_weight_onednn(weight: torch.Tensor, weight_scale: torch.Tensor, out_dty
     """Repack weight [N, K] int8 for oneDNN.
 
     Returns:
-        A scalar int64 tensor that holds the address of the packed copy. The copy lives as long as the process, and reads
-        `weight_scale`, which must outlive it.
+        A scalar int64 tensor that holds the address of the packed copy. The copy lives until `release_packed_weight_onednn`
+        and reads `weight_scale`, which must outlive it.
     """
     handler = torch.ops._C.create_onednn_scaled_mm_handler(
         weight.t(), weight_scale, out_dtype, True, False, PRIMITIVE_CACHE_SIZE
     )
     return torch.tensor(handler, dtype=torch.int64)
+
+
+def release_packed_weight_onednn(packed: torch.Tensor) -> None:
+    """Free what `pack_weight_onednn` made; `packed` must not be used any more."""
+    torch.ops._C.release_dnnl_matmul_handler(packed.item())
 
 
 def scaled_mm_onednn(
