@@ -3,7 +3,7 @@ export HF_HUB_OFFLINE := 1
 VENV := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test aot lint format clean
+.PHONY: help setup demo test aot report lint format clean
 
 help:  ## shows this
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
@@ -20,6 +20,9 @@ test:  ## runs the tests; those that need a GPU skip themselves where there is n
 
 aot: setup  ## compiles all kernels for all GPUs that they are for, without a GPU
 	@$(VENV)/python -m pytest tests/kernels/test_aot.py --aot-full $(ARGS)
+
+report:  ## writes the README's tables of speed from benchmarks/results
+	@python3 benchmarks/report.py
 
 lint: setup  ## checks style, changes nothing
 	@$(VENV)/ruff check .

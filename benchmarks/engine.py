@@ -14,9 +14,11 @@ benchmarks/results/engine-<gpu>-<date>.json, and beside it a table (.md) and, wh
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -33,6 +35,9 @@ FEW_TOKENS, MANY_TOKENS = 32, 160
 MIXED_LENGTHS = (100, 1024)
 PHASES = ("prefill", "decode", "mixed")
 MAX_CRASHES = 2
+
+# KV cache of engines that start together, in tokens: 128 sequences of 288, 32 prompts of 1,024.
+TOGETHER_KV_TOKENS = 45056
 
 # Files by which a process says that its engine stands, and is told to measure.
 READY, GO = "ready", "go"
@@ -126,12 +131,14 @@ class Job:
     mode: str
     tp: int
     batches: tuple[int, ...]
+    prefill_batches: tuple[int, ...]
     phases: tuple[str, ...]
     runs: int
     engine: dict
 
     def cells(self) -> list[tuple[str, int]]:
-        return [(phase, batch) for phase in self.phases for batch in self.batches]
+        of = {"prefill": self.prefill_batches}
+        return [(phase, batch) for phase in self.phases for batch in of.get(phase, self.batches)]
 
 
 def prompts(rng: random.Random, batch: int, lengths: tuple[int, int], vocab: int) -> list[dict]:
@@ -209,6 +216,7 @@ def child(folder: Path) -> None:
         cell |= {"start_s": start_s, "peak_bytes": max(llm.collective_rpc(peak_bytes))}
         with (folder / "cells.jsonl").open("a") as file:
             file.write(json.dumps(cell) + "\n")
+    llm.llm_engine.engine_core.shutdown()
     # vLLM's CPU build can abort while it is taken down; all is measured by now.
     os._exit(0)
 
@@ -222,18 +230,23 @@ class Engine(AbstractContextManager):
         self._tmp = tempfile.TemporaryDirectory()
         self._folder = Path(self._tmp.name)
         (self._folder / "config.json").write_text(json.dumps(config))
+        engine = mode.engine | job.engine
+        if waits:
+            # By size: each would take what the others leave.
+            token_bytes = 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] // job.tp
+            engine = {"kv_cache_memory_bytes": TOGETHER_KV_TOKENS * token_bytes, "gpu_memory_utilization": 0.05} | engine
         about = {"tp": job.tp, "cells": cells, "runs": job.runs, "vocab": config["vocab_size"], "waits": waits}
-        (self._folder / "job.json").write_text(json.dumps(about | {"engine": mode.engine | job.engine}))
+        (self._folder / "job.json").write_text(json.dumps(about | {"engine": engine}))
         # The functions that the workers are sent are pickled.
         env = os.environ | {"VLLM_W8A8_ENABLE": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} | mode.env
-        if job.tp == 1:
-            env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         command = [sys.executable, __file__, "--child", self._tmp.name]
         with log.open("a") as output:
-            self._process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT)
+            # A session of its own, to end its workers with it.
+            self._process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
 
     def __exit__(self, *error: object) -> None:
-        self._process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._tmp.cleanup()
 
@@ -371,7 +384,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["qwen3-8b", "qwen3-0.6b"])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--other-modes", nargs="+", choices=MODES, help="of all models but the first; default: --modes")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32, 128])
+    parser.add_argument("--prefill-batches", nargs="+", type=int, help="default: those of --batches")
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=["prefill", "decode"])
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--runs", type=int, default=3)
@@ -394,10 +409,11 @@ def main() -> None:
         result = before
     logs = out.with_suffix(".logs")
     logs.mkdir(exist_ok=True)
+    prefill_batches = tuple(args.prefill_batches or args.batches)
     jobs = [
-        Job(model, mode, args.tp, tuple(args.batches), tuple(args.phases), args.runs, args.engine)
+        Job(model, mode, args.tp, tuple(args.batches), prefill_batches, tuple(args.phases), args.runs, args.engine)
         for model in args.models
-        for mode in args.modes
+        for mode in (args.modes if model == args.models[0] else args.other_modes or args.modes)
     ]
     if args.together:
         run_together(jobs, result, out, logs)

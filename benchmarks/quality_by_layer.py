@@ -4,7 +4,8 @@ Run: python benchmarks/quality_by_layer.py FOLDER NAME
 
 Fake quantization as in `vllm-w8a8 convert --quality auto`, on its held-out text: each kind of projection alone, each sixth of
 the layers alone, all of them, and all with blocks of 128 where they divide the inputs of down_proj. Mean KL from the
-unquantized model in nats per token. Writes benchmarks/results/quality-by-layer-<name>-<date>.json.
+unquantized model in nats per token, measured, and as the converter predicts it from gradients. Writes
+benchmarks/results/quality-by-layer-<name>-<date>.json.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from w8a8_converters.checkpoint import HuggingFaceSource
 from w8a8_converters.folding.architectures import Model
 from w8a8_converters.folding.calibration import read_tokens
 from w8a8_converters.folding.quality import divergence
+from w8a8_converters.folding.sensitivity import predict
 from w8a8_converters.folding.source import FoldedSource
 from w8a8_converters.folding.stream import Streamer
 from w8a8_kernels.hadamard import AUTO, chosen_block
@@ -72,11 +74,20 @@ def main() -> None:
         found[f"layers {first} to {end - 1}"] = kl(only(lambda name, prefixes=prefixes: name.startswith(prefixes)))
     larger = {n: 128 if n.endswith("down_proj") and inputs[n] % 128 == 0 else block for n, block in blocks.items()}
     found["all, down_proj in blocks of 128"] = kl(larger)
+    costs = {
+        name: cost[blocks[name]] for name, cost in predict(base, streamer, ids, {n: (b,) for n, b in blocks.items()}).items()
+    }
+    predicted = {"all": sum(costs.values())}
+    for kind in KINDS:
+        predicted[kind] = sum(cost for name, cost in costs.items() if name.endswith(kind))
     for what, value in found.items():
-        print(f"{what:34} {value:.5f}")
+        print(f"{what:34} {value:.5f}" + (f"  predicted {predicted[what]:.5f}" if what in predicted else ""))
     head = provenance()
     out = RESULTS / f"quality-by-layer-{args.name}-{head['date'][:10]}.json"
-    out.write_text(json.dumps(head | {"model": args.name, "tokens": ids.numel(), "kl_mean": found}, indent=1) + "\n")
+    out.write_text(
+        json.dumps(head | {"model": args.name, "tokens": ids.numel(), "kl_mean": found, "kl_predicted": predicted}, indent=1)
+        + "\n"
+    )
     print(json.dumps({"result": str(out)}))
 
 

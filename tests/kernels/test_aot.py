@@ -51,6 +51,10 @@ def bounding_cases() -> list[Case]:
         rows = [(4096, 4096, 0), (1, 4096, 64), (4096, 12288, 64)]
         parts = ("quantize_amax", "quantize_with_amax")
         cases += [Case(target, op, M, K, dtype=dtype, hadamard=block) for M, K, block in rows for op in parts]
+    # Streamed rows: every tile of their rule.
+    rows = [(512, 4096, 64), (512, 12288, 64), (512, 1024, 64), (512, 8192, 64), (4096, 8192, 64), (4096, 16384, 64)]
+    rows += [(4096, 3072, 32), (4096, 4096, 16), (512, 1024, 16)]
+    cases += [Case(90, op, M, K, hadamard=block) for M, K, block in rows for op in QUANTIZERS]
     # No hardware conversion to bf16; fp32 divides where other inputs multiply.
     cases += [Case(75, "scaled_mm", M, 4096, 4096, "bfloat16") for M in (1, 4096)]
     cases += [Case(75, op, 1, 4096, dtype="bfloat16") for op in QUANTIZERS]

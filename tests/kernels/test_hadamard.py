@@ -166,9 +166,9 @@ def test_streaming_rule(op: str, block: int) -> None:
             config = stream_config(M, K, torch.bfloat16, block, op)
             assert (config is None) == (
                 block > 64
-                or K > 16384
+                or K > {"rms_norm": 8192, "add_rms_norm": 8192}.get(op, 16384)
                 or (K <= 2048 and (op != "silu_mul" or M > 1024))
-                or (op == "silu_mul" and K > 4096 and M <= 1024)
+                or (K > 4096 and M <= {"silu_mul": 1024, "quantize": 256}.get(op, 0))
             )
             if config is not None:
                 assert (config.chunks - 1) * config.block_k < K <= config.chunks * config.block_k

@@ -65,7 +65,9 @@ def stream_config(M: int, K: int, dtype: torch.dtype, hadamard: int, op: str = "
     """Tile for streaming rows of length K, or None where `quantize_config`'s is faster or the only one. Of M as there.
 
     The best of 8 to 16 tiles and 5 numbers of programs on an H200: 128 to 8192 rows of 4096 and, for "quantize" and
-    "silu_mul", of 12288. SiLU·mul of 512 rows of 12288 took 17.3 us streamed, 15.4 as rows of their own.
+    "silu_mul", of 12288. Microseconds of SiLU·mul streamed, and as rows of their own: 512 rows of 12288 17.3 and 15.4, 128
+    rows of 1024 3.2 and 5.2, 128 rows of 4096 4.5 and 5.5. Norms of rows beyond 8192 spill registers: 14,451 us for 8192 rows
+    of 12288. Those of 4097 to 8192 elements have as many of them for each thread as those of 4096; they were not measured.
 
     Args:
         M: number of rows.
@@ -80,22 +82,31 @@ def stream_config(M: int, K: int, dtype: torch.dtype, hadamard: int, op: str = "
         # Fewer blocks than the 64 that tensor cores of capability 9.0 multiply at least would be padded.
         block_k = max(1 << (K - 1).bit_length(), 16 * hadamard)
         return StreamConfig(block_k, 1, 4, num_stages=1, per_sm=6, rows=STREAM_TILE // block_k)
-    if K < MIN_STREAM_K or (op == "silu_mul" and K > STREAM_TILE and M <= MIDDLE_ROWS):
+    if K < MIN_STREAM_K:
+        return None
+    if op in ("rms_norm", "add_rms_norm"):
+        return _stream_norm_config(M, K, op)
+    if K > STREAM_TILE and M <= (MIDDLE_ROWS if op == "silu_mul" else LATENCY_ROWS):
         return None
     block_k, num_warps = (STREAM_TILE, 4) if K <= 3 * STREAM_TILE else (STREAM_LONG_TILE, 8)
     chunks = -(-K // block_k)
-    if op == "add_rms_norm":
-        # Two rows a stage: with more than one, fewer programs fit a multiprocessor.
-        return StreamConfig(block_k, chunks, num_warps, num_stages=4 if M <= LATENCY_ROWS and chunks == 1 else 1, per_sm=4)
-    if op == "rms_norm":
-        return StreamConfig(block_k, chunks, num_warps, num_stages=3 if M > MIDDLE_ROWS else 1, per_sm=4)
     if chunks > 1:
         return StreamConfig(block_k, chunks, num_warps, num_stages=3, per_sm=2)
     if op == "silu_mul":
         return StreamConfig(block_k, chunks, num_warps, num_stages=2, per_sm=6)
-    # Neither divides 2048 rows evenly among 132 multiprocessors: 16 rows each with 3 programs, 18 with 6.
+    # Neither divides 2048 rows evenly among 132 multiprocessors: 6 rows a program at most with 3, 3 with 6.
     per_sm = 3 if MIDDLE_ROWS < M < MANY_STREAM_ROWS else 6
     return StreamConfig(block_k, chunks, num_warps, num_stages=4 if M <= MIDDLE_ROWS else 3, per_sm=per_sm)
+
+
+def _stream_norm_config(M: int, K: int, op: str) -> StreamConfig | None:
+    if K > STREAM_LONG_TILE:
+        return None
+    block_k, num_warps = (STREAM_TILE, 4) if K <= STREAM_TILE else (STREAM_LONG_TILE, 8)
+    if op == "add_rms_norm":
+        # Two rows a stage: with more than one, fewer programs fit a multiprocessor.
+        return StreamConfig(block_k, 1, num_warps, num_stages=4 if M <= LATENCY_ROWS and num_warps == 4 else 1, per_sm=4)
+    return StreamConfig(block_k, 1, num_warps, num_stages=3 if M > MIDDLE_ROWS else 1, per_sm=4)
 
 
 def quantize_config(M: int, K: int, dtype: torch.dtype, held: int = 1, hadamard: int = 0) -> QuantizeConfig:
