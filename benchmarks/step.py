@@ -4,7 +4,7 @@ Run: python benchmarks/step.py [--models qwen3-8b] [--modes ours stock-int8] [--
 
 Model shapes and modes are those of `benchmarks/engine.py`, of which so many layers are built; weights are dummies, CUDA graphs
 are on. Each engine runs in a process of its own; all are started at once, and one after the other is profiled by torch's
-profiler: a decode step of `--decode` requests after prompts of 128 tokens, and a step of `--prefill` prompt tokens in prompts of
+profiler: a decode step of `--decode` requests after prompts of 128 tokens, and a step of `--prefill` tokens in prompts of
 1,024. `wall_us` is the step as the profiler saw it, which it makes longer; `kernels_us` the sum over its kernels.
 Writes benchmarks/results/step-<gpu>-<date>.json.
 """

@@ -110,10 +110,15 @@ def quantize_module(model: torch.nn.Module, skip: str | Sequence[str] = DEFAULT_
         names of the replaced layers. A layer that the model holds under several names is quantized once.
 
     Raises:
-        ValueError: a pattern is malformed, `hadamard` is no choice, or a weight cannot be quantized, as it holds NaN or inf.
-            The model is as it was.
+        ValueError: a pattern is malformed, `hadamard` is no choice, a weight cannot be quantized, as it holds NaN or inf or
+            nothing, or `model` is a Linear layer itself. The model is as it was.
     """
     hadamard = parse_choice(hadamard)
+    if type(model) is torch.nn.Linear:
+        raise ValueError(
+            "quantize_module: got a Linear layer, expected a model that holds some: use W8A8Linear.from_linear, which returns "
+            "the quantized one"
+        )
     skip = [skip] if isinstance(skip, str) else skip
     matchers = {pattern: name_matcher(pattern) for pattern in skip}
     linear_names = []
@@ -148,6 +153,8 @@ def _checked_block(name: str, linear: torch.nn.Linear, hadamard: str | int) -> i
     shape = (linear.out_features, linear.in_features)
     if tuple(linear.weight.shape) != shape:
         raise ValueError(f"{name}: got a weight of shape {tuple(linear.weight.shape)}, expected {shape}: skip it")
+    if linear.weight.is_meta:
+        raise ValueError(f"{name}: got a weight on the meta device, which holds nothing: load the model's weights first")
     block = chosen_block(hadamard, linear.in_features, row_parallel=is_row_parallel(name))
     try:
         amax = row_amax(linear.weight.detach(), block)

@@ -103,7 +103,7 @@ app()
 
 
 @pytest.mark.parametrize("while_importing", [False, True], ids=["writing", "importing"])
-@pytest.mark.parametrize(("signal", "status"), [("SIGTERM", 143), ("SIGINT", 130)])
+@pytest.mark.parametrize(("signal", "status"), [("SIGTERM", 143), ("SIGHUP", 129), ("SIGINT", 130)])
 def test_interrupted(checkpoint, tmp_path, signal, status, while_importing):
     checkpoint()
     code = INTERRUPTED.format(signal=signal, while_importing=while_importing)

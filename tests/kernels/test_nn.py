@@ -103,6 +103,15 @@ def test_model_is_left_alone_where_arguments_are_wrong() -> None:
     assert not any(isinstance(module, W8A8Linear) for module in model.modules())
 
 
+def test_refuses_what_it_cannot_replace() -> None:
+    with pytest.raises(ValueError, match="got a Linear layer, expected a model"):
+        quantize_module(torch.nn.Linear(4, 4))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4, device="meta"))
+    with pytest.raises(ValueError, match="1: got a weight on the meta device"):
+        quantize_module(model)
+    assert type(model[0]) is torch.nn.Linear
+
+
 def test_warns_of_patterns_that_match_nothing(caplog: pytest.LogCaptureFixture) -> None:
     quantize_module(small_model())
     quantize_module(torch.nn.Sequential(linear()))  # the default's patterns may match nothing
