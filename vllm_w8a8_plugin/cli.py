@@ -107,8 +107,13 @@ def convert(
         ),
     ] = None,
     quality_budget: Annotated[
-        str, typer.Option(metavar="SIZE", help="How much larger --quality auto may make the model, as 500MB.")
-    ] = "0",
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="How much larger --quality auto may make the model, leaving layers unquantized, as 500MB or 2%. Default: 3%.",
+            show_default=False,
+        ),
+    ] = None,
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest weight file, as 4GB or 500MB.")] = "4GB",
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace OUT, with everything in it, if it is a model folder.")
@@ -120,8 +125,10 @@ def convert(
 
     from w8a8_converters.errors import ConversionError
 
-    # As Ctrl-C: job schedulers and containers end a process so, and the partial folder must go.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    # As Ctrl-C: job schedulers, containers and lost terminals end a process so, and the partial folder must go.
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(ending) != signal.SIG_IGN:  # as nohup has it
+            signal.signal(ending, lambda number, _: sys.exit(128 + number))
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
@@ -206,6 +213,9 @@ def tune(
         Path | None,
         typer.Option(metavar="DIR", help="Folder for the file. Default: VLLM_W8A8_CONFIG_DIR, if set, else w8a8_tiles."),
     ] = None,
+    lm_head: Annotated[
+        bool, typer.Option("--lm-head", help="Measure the lm_head, too, for VLLM_W8A8_LM_HEAD=1. One that is int8 always is.")
+    ] = False,
     list_shapes: Annotated[bool, typer.Option("--list", help="Only print the shapes. Needs no GPU.")] = False,
 ) -> None:
     """Measure the GEMM's tiles for a model's layers on this GPU. A stopped run goes on where it stopped."""
@@ -223,7 +233,7 @@ def tune(
             from w8a8_kernels.tune import current_gpu
 
             gpu = current_gpu()
-        shapes = linear_shapes(model, tp)
+        shapes = linear_shapes(model, tp, lm_head)
         table = Table("layers", "N", "K", "how many", box=None)
         for shape in shapes:
             table.add_row(", ".join(shape.names), str(shape.N), str(shape.K), str(shape.count))

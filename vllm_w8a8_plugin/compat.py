@@ -70,6 +70,28 @@ def check_forced_kernel() -> None:
     )
 
 
+def current_vllm_config():
+    """vLLM's config of the model that is being built; None for a layer by itself."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    return get_current_vllm_config_or_none()
+
+
+def offloads_weights() -> bool:
+    """Whether vLLM moves weights of the model that is being built to the CPU (cpu_offload_gb, offload_group_size)."""
+    vllm_config = current_vllm_config()
+    if vllm_config is None:
+        return False
+    offload = vllm_config.offload_config
+    return offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0
+
+
+def takes_adapters() -> bool:
+    """Whether the model that is being built is to take LoRA adapters (enable_lora)."""
+    vllm_config = current_vllm_config()
+    return vllm_config is not None and vllm_config.lora_config is not None
+
+
 # What the compile pass is made of; nothing of it is promised by vLLM or torch.
 _FUSION_NEEDS = (
     ("vllm.ir.ops", "rms_norm"),

@@ -23,6 +23,7 @@ KNOWN_KEYS = (
     "hadamard_blocks",
     "ignore",
     "tp_consistent_activations",
+    "lm_head",
 )
 
 
@@ -39,6 +40,8 @@ class W8A8Config(QuantizationConfig):
         hadamard_blocks: the same for the layers that are named here, by last component or full name.
         tp_consistent_activations: whether row-parallel layers quantize their inputs by the maximum over all tensor-parallel
             ranks. Default: VLLM_W8A8_TP_CONSISTENT_ACTIVATIONS.
+        lm_head: whether an lm_head that is not int8 in the checkpoint is quantized while it loads, even where a checkpoint's
+            `ignore` names it. Default: VLLM_W8A8_LM_HEAD.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class W8A8Config(QuantizationConfig):
         hadamard: str | int | None = None,
         hadamard_blocks: dict[str, int] | None = None,
         tp_consistent_activations: bool | None = None,
+        lm_head: bool | None = None,
     ) -> None:
         super().__init__()
         envs.check()
@@ -63,12 +67,17 @@ class W8A8Config(QuantizationConfig):
         if tp_consistent_activations is None:
             tp_consistent_activations = envs.tp_consistent_activations()
         self.tp_consistent_activations = tp_consistent_activations
+        self.lm_head = envs.lm_head() if lm_head is None else lm_head
+        # Whether a layer was given a method for int8 logits, and whether an lm_head was that is quantized while it loads.
+        self._gives_logits = False
+        self._has_lm_head = False
         self._seen: set[str] = set()
         self._blocks_used: set[str] = set()
 
     def __repr__(self) -> str:
         more = f", hadamard_blocks={self.hadamard_blocks}" if self.hadamard_blocks else ""
         more += ", tp_consistent_activations=True" if self.tp_consistent_activations else ""
+        more += ", lm_head=True" if self.lm_head else ""
         return f"W8A8Config(online={self.online}, skip={list(self.rules.patterns)}, hadamard={self.hadamard!r}{more})"
 
     def get_name(self) -> str:
@@ -105,7 +114,13 @@ class W8A8Config(QuantizationConfig):
         hadamard = {key: config[key] for key in ("hadamard", "hadamard_blocks") if config.get(key)}
         _check_variable_against(hadamard)
         consistent = envs.tp_consistent_activations(default=config.get("tp_consistent_activations", False))
-        return cls(online=False, skip=list(config.get("ignore") or []), tp_consistent_activations=consistent, **hadamard)
+        return cls(
+            online=False,
+            skip=list(config.get("ignore") or []),
+            tp_consistent_activations=consistent,
+            lm_head=envs.lm_head(default=config.get("lm_head", False)),
+            **hadamard,
+        )
 
     @classmethod
     def override_quantization_method(
@@ -132,14 +147,17 @@ class W8A8Config(QuantizationConfig):
         """Method of one layer.
 
         Raises:
-            ValueError: only some parts of a fused layer are skipped, or int8 experts of the checkpoint cannot run.
+            ValueError: only some parts of a fused layer are skipped, int8 experts of the checkpoint cannot run, or an int8
+                lm_head is asked for where none can be.
         """
         from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
         from vllm_w8a8_plugin.linear import W8A8LinearMethod, W8A8OnlineLinearMethod
 
+        # vLLM builds a draft model beneath this name; its checkpoint, whose names are compared with, has none.
+        prefix = prefix.removeprefix("draft_model.")
         if isinstance(layer, LinearBase):
             parent, _, last = prefix.rpartition(".")
             self._seen.update(f"{parent}.{part}" for part in self.packed_modules_mapping.get(last, [last]))
@@ -149,15 +167,45 @@ class W8A8Config(QuantizationConfig):
             fuse_when_compiled()
             hadamard = self._hadamard_of(prefix)
             return (
-                W8A8OnlineLinearMethod(hadamard, self.warn_unmatched, self.tp_consistent_activations)
+                W8A8OnlineLinearMethod(hadamard, self._all_built, self.tp_consistent_activations)
                 if self.online
-                else W8A8LinearMethod(hadamard, self.check_blocks, self.tp_consistent_activations)
+                else W8A8LinearMethod(hadamard, self._all_built, self.tp_consistent_activations)
             )
         if isinstance(layer, RoutedExperts):
             return self._experts_method(layer, prefix) or UnquantizedFusedMoEMethod(layer.moe_config)
-        if isinstance(layer, ParallelLMHead) and not self.online and not self.rules.skips(prefix):
-            return W8A8LinearMethod(self._hadamard_of(prefix), self.check_blocks)
+        if isinstance(layer, ParallelLMHead):
+            return self._lm_head_method(prefix)
+        if isinstance(layer, VocabParallelEmbedding) and self.lm_head and is_tied_embedding(layer):
+            return self._tied_embedding_method()
         return None
+
+    def _lm_head_method(self, prefix: str) -> QuantizeMethodBase | None:
+        """Method of an lm_head; None where it stays as it is.
+
+        Raises:
+            ValueError: it is to be int8, and cannot.
+        """
+        from vllm_w8a8_plugin.lm_head import W8A8LMHeadMethod, W8A8OnlineLMHeadMethod
+
+        int8_in_checkpoint = not self.online and not self.rules.skips(prefix)
+        if not int8_in_checkpoint and not (self.lm_head and makes_logits()):
+            return None
+        check_head_dtype()
+        self._gives_logits = True
+        if int8_in_checkpoint:
+            return W8A8LMHeadMethod(self.rules.patterns, self._hadamard_of(prefix), self._all_built)
+        if self.online and self.rules.skips(prefix):
+            raise ValueError(f"{envs.LM_HEAD} and {envs.SKIP_MODULES} both name {prefix}: set one of them")
+        self._has_lm_head = True
+        return W8A8OnlineLMHeadMethod(self._hadamard_of(prefix), self._all_built)
+
+    def _tied_embedding_method(self) -> QuantizeMethodBase:
+        """Method of an embedding from which logits are taken, too: unless the model has an lm_head that is not tied to it."""
+        from vllm_w8a8_plugin.lm_head import W8A8TiedEmbeddingMethod
+
+        check_head_dtype()
+        self._gives_logits = True
+        return W8A8TiedEmbeddingMethod(self._hadamard_of("lm_head"), self._all_built, lambda: not self._has_lm_head)
 
     def _experts_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Method of the experts of one layer; None where they stay as they are.
@@ -184,8 +232,8 @@ class W8A8Config(QuantizationConfig):
             log.once("tp_consistent_activations does not reach experts: each rank quantizes by its own part of a row")
         blocks = [self._block_of_experts(layer, prefix, names) for names in (inputs, (output,))]
         if self.online:
-            return moe.W8A8OnlineMoEMethod(layer.moe_config, *blocks, self.warn_unmatched)
-        return moe.W8A8MoEMethod(layer.moe_config, *blocks, self.check_blocks)
+            return moe.W8A8OnlineMoEMethod(layer.moe_config, *blocks, self._all_built)
+        return moe.W8A8MoEMethod(layer.moe_config, *blocks, self._all_built)
 
     def _block_of_experts(self, layer: torch.nn.Module, prefix: str, names: tuple[str | None, ...]) -> str | int:
         """The choice that projections of all experts of a layer share.
@@ -218,6 +266,19 @@ class W8A8Config(QuantizationConfig):
                 "convert it again"
             )
         return choices.pop()
+
+    def _all_built(self) -> None:
+        """Check what can be checked when all layers are there; called once or more for each of them."""
+        if self.online:
+            self.warn_unmatched()
+        else:
+            self.check_blocks()
+        if self.lm_head and not self._gives_logits and makes_logits():
+            log.once(
+                f"{envs.LM_HEAD}: lm_head stays unquantized, as this model class offers neither an lm_head nor a tied "
+                "embedding for quantization",
+                logging.WARNING,
+            )
 
     def check_blocks(self) -> None:
         """Raise ValueError if `hadamard_blocks` names a kind of layer that the model does not have in int8.
@@ -256,6 +317,47 @@ def _check_variable_against(checkpoint: dict[str, Any]) -> None:
         )
 
 
+def makes_logits() -> bool:
+    """Whether logits are computed in this process: not by pooling models, nor before the last pipeline stage."""
+    from vllm.distributed import get_pp_group
+
+    model_config = _current_model_config()
+    pools = model_config is not None and model_config.runner_type == "pooling"
+    return not pools and get_pp_group().is_last_rank
+
+
+def is_tied_embedding(layer: torch.nn.Module) -> bool:
+    """Whether an embedding that is being built is the one to which the model's lm_head is tied, as far as configs say."""
+    model_config = _current_model_config()
+    if model_config is None or not makes_logits():
+        return False
+    text = model_config.hf_text_config
+    tied = any(getattr(config, "tie_word_embeddings", False) for config in (text, model_config.hf_config))
+    # Other embeddings of a model, as those of each layer, have other sizes.
+    sizes = getattr(text, "vocab_size", None), getattr(text, "hidden_size", None)
+    return tied and sizes == (layer.org_vocab_size, layer.embedding_dim)
+
+
+def check_head_dtype() -> None:
+    """Raise ValueError where vLLM is asked for logits in another dtype: it then reads an lm_head's weight past its method."""
+    model_config = _current_model_config()
+    if model_config is None or model_config.runner_type == "pooling":
+        return
+    if model_config.head_dtype != model_config.dtype:
+        raise ValueError(
+            f"an int8 lm_head gives logits in the model's dtype, {model_config.dtype}, but head_dtype asks for "
+            f"{model_config.head_dtype}: leave head_dtype out, or the lm_head unquantized"
+        )
+
+
+def _current_model_config() -> Any:
+    """vLLM's config of the model that is being built; None for a layer by itself."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    vllm_config = get_current_vllm_config_or_none()
+    return None if vllm_config is None else vllm_config.model_config
+
+
 def fuse_when_compiled() -> None:
     """Install the compile pass for the model that is being built: its layers are built before vLLM sets up compilation."""
     from vllm.config import get_current_vllm_config_or_none
@@ -274,12 +376,11 @@ def fuse_when_compiled() -> None:
 
 def checkpoint_refusal(config: dict[str, Any]) -> str | None:
     """Why a checkpoint with this `quantization_config` cannot run on these kernels, or None if it can."""
-    consistent = config.get("tp_consistent_activations", False)
-    if type(consistent) is not bool:
-        return (
-            f"quantization_config has tp_consistent_activations = {consistent!r}, expected true or false. Correct config.json "
-            "or hf_overrides"
-        )
+    for key in ("tp_consistent_activations", "lm_head"):
+        if type(config.get(key, False)) is not bool:
+            return (
+                f"quantization_config has {key} = {config[key]!r}, expected true or false. Correct config.json or hf_overrides"
+            )
     if config.get("quant_method") == COMPRESSED_TENSORS:
         return _compressed_tensors_refusal(config)
     unknown = [key for key in config if key not in KNOWN_KEYS]

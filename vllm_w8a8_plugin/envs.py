@@ -13,6 +13,7 @@ SKIP_MODULES = "VLLM_W8A8_SKIP_MODULES"
 FUSION = "VLLM_W8A8_FUSION"
 HADAMARD = "VLLM_W8A8_HADAMARD"
 TP_CONSISTENT_ACTIVATIONS = "VLLM_W8A8_TP_CONSISTENT_ACTIVATIONS"
+LM_HEAD = "VLLM_W8A8_LM_HEAD"
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,13 @@ VARIABLES = (
         "1: with tensor parallelism, row-parallel layers (o_proj, down_proj) quantize their inputs by the maximum over all "
         "ranks, so that codes equal those of one rank: one more collective a layer. Where set, it wins over the entry "
         "tp_consistent_activations of a checkpoint's quantization_config.",
+    ),
+    Variable(
+        LM_HEAD,
+        "0",
+        "1: quantize an lm_head that is not int8 in the checkpoint while it loads. An embedding to which it is tied keeps its "
+        "rows and gets an int8 copy beside them: half as much memory again. Where set, it wins over the entry lm_head of a "
+        "checkpoint's quantization_config.",
     ),
     Variable(
         KERNEL_VARIABLE, "", "Force one kernel by name: triton, cutlass, dp4a, onednn or torch. Fails where it cannot run."
@@ -98,12 +106,22 @@ def tp_consistent_activations(default: bool = False) -> bool:
     return _yes(TP_CONSISTENT_ACTIVATIONS, default)
 
 
+def lm_head(default: bool = False) -> bool:
+    """What VLLM_W8A8_LM_HEAD asks for; `default` where it is not set.
+
+    Raises:
+        ValueError: the variable is neither a yes nor a no.
+    """
+    return _yes(LM_HEAD, default)
+
+
 def check() -> None:
     """Raise ValueError for a variable with a value that it does not know."""
     enabled()
     fusion()
     hadamard()
     tp_consistent_activations()
+    lm_head()
 
 
 def _yes(name: str, default: bool) -> bool:

@@ -9,10 +9,11 @@ from vllm.model_executor.model_loader.reload.layerwise import initialize_online_
 from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeightParameter
 from vllm.model_executor.utils import replace_parameter
 
-from vllm_w8a8_plugin import envs, log
+from vllm_w8a8_plugin import compat, envs, log, saved_state
 from vllm_w8a8_plugin.collective import max_over_ranks
+from vllm_w8a8_plugin.packing import pack
 from vllm_w8a8_plugin.warmup import WARMUP
-from w8a8_kernels import int8_linear, pack_weight, quantize_amax, select_scaled_mm
+from w8a8_kernels import int8_linear, quantize_amax, select_scaled_mm
 from w8a8_kernels.hadamard import BLOCKS, chosen_block, ranks_that_fit
 from w8a8_kernels.ops import device_facts
 from w8a8_kernels.quantize.weight import quantize_weight, row_amax
@@ -103,22 +104,24 @@ class W8A8LinearMethod(LinearMethodBase):
 
     def _prepare(self, layer: torch.nn.Module, params_dtype: torch.dtype) -> None:
         layer.w8a8_dtype = params_dtype
-        layer.register_buffer("packed_weight", None, persistent=False)
+        layer.packed_weight = None
+        saved_state.note_blocks(layer)
         WARMUP.expect(layer)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Repack the weight where the device's kernel wants that; on a GPU, compile what the layer can reach."""
-        if layer.weight is None:
-            return  # packed before
+        """Pack the weight where the device's kernel wants that; on a GPU, compile what the layer can reach.
+
+        To be called again when other weights were loaded; without, it changes nothing.
+        """
         self._all_built()
+        saved_state.check_blocks(layer)
         choice = select_scaled_mm(device_facts(layer.weight.device))
         log.once(f"W8A8 linear layers run on {choice.kernel} ({choice.reason})")
-        layer.packed_weight = pack_weight(layer.weight.data, layer.weight_scale.data, layer.w8a8_dtype)
-        if layer.packed_weight is not None:
-            layer.weight = None  # the packed copy replaces it
+        pack(layer, layer.weight.data, layer.weight_scale.data, layer.w8a8_dtype)
         WARMUP.ready(layer)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """[..., K] in bf16, fp16 or fp32 to [..., N] of the same dtype."""
         amax = None
         if layer.w8a8_shares_amax:
             amax = max_over_ranks(quantize_amax(x.reshape(-1, x.shape[-1]), layer.w8a8_hadamard))
@@ -130,10 +133,14 @@ class W8A8OnlineLinearMethod(W8A8LinearMethod):
 
     The weight is created on the meta device; vLLM buffers a layer's pieces and, when the last has come, materializes that one
     layer and calls `process_weights_after_loading`. So the unquantized model never stands in memory as a whole.
+
+    Two cases differ. Where vLLM offloads weights to the CPU it does so when layers are built, so the weight is real from the
+    start, and quantized when the whole model is loaded. A saved state (`saved_state`) is int8 already, and loaded as such.
     """
 
-    uses_meta_device = True
+    uses_meta_device = True  # asked of each method when the model is built
     _OTHER_BLOCK = envs.HADAMARD + "={block}"
+    _is_int8 = False
 
     def create_weights(
         self,
@@ -145,13 +152,27 @@ class W8A8OnlineLinearMethod(W8A8LinearMethod):
         params_dtype: torch.dtype,
         **extra_weight_attrs,
     ) -> None:
+        self._is_int8 = saved_state.is_loaded()
+        self.uses_meta_device = not self._is_int8 and not compat.offloads_weights()
+        if self._is_int8:
+            super().create_weights(
+                layer,
+                input_size_per_partition,
+                output_partition_sizes,
+                input_size,
+                output_size,
+                params_dtype,
+                **extra_weight_attrs,
+            )
+            return
         self._choose_block(layer, input_size, input_size_per_partition)
         self._choose_scales(layer, input_size, input_size_per_partition)
         weight_loader = checked_loader(extra_weight_attrs["weight_loader"], WEIGHT_DTYPES)
         if input_size_per_partition != input_size:
             weight_loader = _recording_amax(layer, weight_loader)
+        N, K = sum(output_partition_sizes), input_size_per_partition
         weight = ModelWeightParameter(
-            data=torch.empty(sum(output_partition_sizes), input_size_per_partition, dtype=params_dtype, device="meta"),
+            data=torch.empty(N, K, dtype=params_dtype, device="meta" if self.uses_meta_device else None),
             input_dim=1,
             output_dim=0,
             weight_loader=weight_loader,
@@ -159,15 +180,22 @@ class W8A8OnlineLinearMethod(W8A8LinearMethod):
         layer.register_parameter("weight", weight)
         layer.w8a8_amax = None
         self._prepare(layer, params_dtype)
-        initialize_online_processing(layer)
+        if self.uses_meta_device:
+            initialize_online_processing(layer)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Quantize the layer's weight by the scales of the whole matrix, then do as for a checkpoint."""
         # vLLM calls this when the layer is complete and once more for all layers; its own methods use this flag, too.
         if getattr(layer, "_already_called_process_weights_after_loading", False):
             return
+        if self._is_int8:
+            super().process_weights_after_loading(layer)
+            return
         self._all_built()
-        codes, scale = quantize_weight(layer.weight.data, layer.w8a8_amax, layer.w8a8_hadamard)
+        amax = layer.w8a8_amax
+        if amax is not None:
+            amax = amax.to(layer.weight.device)  # an offloaded weight is on the CPU while it is loaded
+        codes, scale = quantize_weight(layer.weight.data, amax, layer.w8a8_hadamard)
         layer.w8a8_amax = None
         replace_parameter(layer, "weight", codes)
         replace_parameter(layer, "weight_scale", scale)
@@ -176,10 +204,19 @@ class W8A8OnlineLinearMethod(W8A8LinearMethod):
 
 
 def checked_loader(weight_loader: Callable, dtypes: tuple[torch.dtype, ...]) -> Callable:
-    """`weight_loader` that refuses tensors of another dtype, which vLLM would convert without a word."""
+    """`weight_loader` that refuses tensors of another dtype, which vLLM would convert without a word.
+
+    It also refuses to load into a parameter of another dtype: weights that were quantized while they loaded.
+    """
 
     @functools.wraps(weight_loader)  # vLLM binds arguments by the signature, which wraps keeps
     def load(param: torch.nn.Parameter, loaded_weight: torch.Tensor, *args, **kwargs):
+        if param.dtype not in dtypes:
+            raise ValueError(
+                f"a weight of dtype {loaded_weight.dtype} and shape {tuple(loaded_weight.shape)} was handed to a layer that "
+                "is quantized already. Load other weights with vLLM's reload_weights or its weight transfer, which quantize "
+                "them; model.load_weights alone does not"
+            )
         if loaded_weight.dtype not in dtypes:
             raise ValueError(
                 f"the checkpoint holds a weight of dtype {loaded_weight.dtype} and shape {tuple(loaded_weight.shape)} where "

@@ -9,7 +9,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import FusedMoeWeightSc
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 from vllm.model_executor.utils import replace_parameter, set_weight_attrs
 
-from vllm_w8a8_plugin import envs, log
+from vllm_w8a8_plugin import compat, envs, log, saved_state
 from vllm_w8a8_plugin.linear import WEIGHT_DTYPES, checked_loader
 from vllm_w8a8_plugin.warmup import WARMUP
 from w8a8_kernels import int8_experts, select_experts
@@ -29,6 +29,8 @@ def refusal(layer: RoutedExperts) -> str | None:
         return "they have biases"
     if config.moe_parallel_config.use_all2all_kernels:
         return "an all-to-all backend sends their tokens between ranks, which these kernels have no form for"
+    if compat.takes_adapters():
+        return "LoRA (enable_lora) reaches experts through vLLM's own kernels only, which int8 experts do not run on"
     return None
 
 
@@ -76,6 +78,7 @@ class W8A8MoEMethod(FusedMoEMethodBase):
             self._register_weight(layer, f"{name}_weight", shape, params_dtype, extra_weight_attrs)
         self._register_scales(layer, shapes, extra_weight_attrs)
         layer.w8a8_dtype = params_dtype
+        saved_state.note_blocks(layer)
         WARMUP.expect(layer)
 
     def _register_weight(self, layer, name: str, shape: tuple[int, ...], params_dtype: torch.dtype, attrs: dict) -> None:
@@ -117,6 +120,7 @@ class W8A8MoEMethod(FusedMoEMethodBase):
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         """Say what runs; on a GPU, compile what the layer can reach."""
         self._all_built()
+        saved_state.check_blocks(layer)
         choice = select_experts(device_facts(layer.w13_weight.device))
         log.once(f"W8A8 experts run on {choice.kernel} ({choice.reason})")
         WARMUP.ready(layer)
@@ -151,21 +155,29 @@ class W8A8OnlineMoEMethod(W8A8MoEMethod):
     """Experts whose checkpoint holds floating-point weights.
 
     As in `W8A8OnlineLinearMethod` the weights are created on the meta device, and one layer at a time is materialized,
-    quantized and freed.
+    quantized and freed; with its two exceptions.
     """
 
-    uses_meta_device = True
+    uses_meta_device = True  # asked of each method when the model is built
     _OTHER_BLOCK = envs.HADAMARD + "={block}"
+    _is_int8 = False
 
     def create_weights(self, layer: RoutedExperts, **sizes_and_attrs) -> None:
         """As for a checkpoint, but floating-point, and without scales."""
+        self._is_int8 = saved_state.is_loaded()
+        self.uses_meta_device = not self._is_int8 and not compat.offloads_weights()
         super().create_weights(layer, **sizes_and_attrs)
         # Rows of the last projection that this rank has a part of: local expert -> their amax over all ranks' columns.
         layer.w8a8_amax = {}
-        initialize_online_processing(layer)
+        if self.uses_meta_device:
+            initialize_online_processing(layer)
 
     def _register_weight(self, layer, name: str, shape: tuple[int, ...], params_dtype: torch.dtype, attrs: dict) -> None:
-        weight = torch.nn.Parameter(torch.empty(shape, dtype=params_dtype, device="meta"), requires_grad=False)
+        if self._is_int8:
+            super()._register_weight(layer, name, shape, params_dtype, attrs)
+            return
+        device = "meta" if self.uses_meta_device else None
+        weight = torch.nn.Parameter(torch.empty(shape, dtype=params_dtype, device=device), requires_grad=False)
         layer.register_parameter(name, weight)
         loader = checked_loader(attrs["weight_loader"], WEIGHT_DTYPES)
         ranks = self.moe.moe_parallel_config.tp_size
@@ -174,12 +186,17 @@ class W8A8OnlineMoEMethod(W8A8MoEMethod):
         set_weight_attrs(weight, attrs | {"weight_loader": loader})
 
     def _register_scales(self, layer, shapes: dict[str, tuple[int, ...]], attrs: dict) -> None:
-        """Nothing: the scales come with the codes."""
+        """Nothing, unless they are loaded: the scales come with the codes."""
+        if self._is_int8:
+            super()._register_scales(layer, shapes, attrs)
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         """Quantize each expert by the scales of its whole matrices."""
         # vLLM calls this when the layer is complete and once more for all layers; its own methods use this flag, too.
         if getattr(layer, "_already_called_process_weights_after_loading", False):
+            return
+        if self._is_int8:
+            super().process_weights_after_loading(layer)
             return
         hadamard_in, hadamard_out = layer.w8a8_hadamard
         for name, block, amax in (("w13", hadamard_in, {}), ("w2", hadamard_out, layer.w8a8_amax)):
@@ -187,7 +204,10 @@ class W8A8OnlineMoEMethod(W8A8MoEMethod):
             codes = torch.empty_like(weight, dtype=torch.int8)
             scale = torch.empty(*weight.shape[:2], 1, dtype=torch.float32, device=weight.device)
             for expert in range(weight.shape[0]):
-                codes[expert], scale[expert] = quantize_weight(weight[expert], amax.get(expert), block)
+                rows = amax.get(expert)
+                if rows is not None:
+                    rows = rows.to(weight.device)  # an offloaded weight is on the CPU while it is loaded
+                codes[expert], scale[expert] = quantize_weight(weight[expert], rows, block)
             replace_parameter(layer, f"{name}_weight", codes)
             replace_parameter(layer, f"{name}_weight_scale", scale)
         layer.w8a8_amax = {}

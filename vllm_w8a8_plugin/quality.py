@@ -39,7 +39,7 @@ CHUNK = 250  # tokens of a prompt
 RESULTS = Path("benchmarks", "results")
 HADAMARD = "VLLM_W8A8_HADAMARD"
 # Variables that choose a mode. A mode sets its own, none inherits them; the other variables of the plugin hold for all.
-MODE_VARIABLES = (envs.ENABLE, HADAMARD)
+MODE_VARIABLES = (envs.ENABLE, HADAMARD, envs.LM_HEAD)
 # A thread of vLLM's CPU build that was never joined: seen on busy machines, before the model is loaded. Repeated once.
 VLLM_ABORT = "terminate called without an active exception"
 # What vLLM says in one process when another has failed.
@@ -76,6 +76,7 @@ MODES = {
     "fp8": Mode({"dtype": "bfloat16", "quantization": "fp8"}, stock=True),
     "rtn": Mode({"dtype": "bfloat16", "quantization": "w8a8"}, {HADAMARD: "0"}),
     "hadamard": Mode({"dtype": "bfloat16", "quantization": "w8a8"}, {HADAMARD: "auto"}, needs=HADAMARD),
+    "lmhead": Mode({"dtype": "bfloat16", "quantization": "w8a8"}, {HADAMARD: "auto", envs.LM_HEAD: "1"}, needs=envs.LM_HEAD),
 }
 
 

@@ -15,8 +15,9 @@ from vllm.platforms import current_platform
 
 from vllm_w8a8_plugin import compat, log
 from vllm_w8a8_plugin.config import fuse_when_compiled
+from vllm_w8a8_plugin.packing import pack
 from vllm_w8a8_plugin.warmup import WARMUP
-from w8a8_kernels import int8_linear, pack_weight, select_scaled_mm
+from w8a8_kernels import int8_linear, select_scaled_mm
 from w8a8_kernels.ops import device_facts
 from w8a8_kernels.select import CUTLASS_ALIGNMENT, MAX_K, MIN_DP4A_CAPABILITY
 
@@ -77,15 +78,15 @@ class W8A8Int8ScaledMMLinearKernel(Int8ScaledMMLinearKernel):
         Args:
             layer: holds, under the scheme's names, weight [N, K] int8; weight scale [N, 1], or [P] for its P logical parts,
                 of `logical_widths` channels each; static: input scale [1]; static and asymmetric: input zero point [1] int8.
-                Afterwards: weight [N, K + E] int8, or None where a packed copy replaces it; weight scale [N, 1] fp32; input
-                scale [1] fp32; input zero point [1] int32.
+                Afterwards: weight [N, K + E] int8; weight scale [N, 1] fp32; input scale [1] fp32; input zero point [1] int32.
 
         Raises:
             ValueError: scales of another number, or a weight that is too long.
         """
         weight_name, scale_name, input_scale_name, zero_point_name, _ = self.layer_param_names
-        if getattr(layer, weight_name) is None:
-            return  # packed before
+        # vLLM takes this flag away before it loads other weights; its own methods use it, too.
+        if getattr(layer, "_already_called_process_weights_after_loading", False):
+            return
         weight = getattr(layer, weight_name).data
         scale = channel_scales(getattr(layer, scale_name).data, layer.logical_widths, weight.shape[0])
         K = weight.shape[1]
@@ -101,16 +102,13 @@ class W8A8Int8ScaledMMLinearKernel(Int8ScaledMMLinearKernel):
                 replace_parameter(layer, zero_point_name, zero_point)
         replace_parameter(layer, weight_name, weight)
         replace_parameter(layer, scale_name, scale)
-        # What the layer holds, not what it was given: a packed weight reads the scale for as long as it lives.
-        weight, scale = getattr(layer, weight_name).data, getattr(layer, scale_name).data
+        layer._already_called_process_weights_after_loading = True
 
         choice = select_scaled_mm(device_facts(weight.device))
         log.once(f"W8A8: vLLM's own int8 layers with {self._scheme()} run on {choice.kernel} ({choice.reason})")
         dtype = getattr(layer, "params_dtype", torch.get_default_dtype())
-        layer.register_buffer("packed_weight", pack_weight(weight, scale, dtype), persistent=False)
+        pack(layer, weight, scale, dtype)
         self._warm_up(weight, scale, getattr(layer, "bias", None), dtype)
-        if layer.packed_weight is not None:
-            setattr(layer, weight_name, None)
 
     def _scheme(self) -> str:
         weights = "per-channel" if self.config.is_channelwise else "per-tensor"

@@ -9,12 +9,15 @@ from typing import Any
 import torch
 
 from w8a8_converters.checkpoint import SafetensorsFile, TensorInfo
-from w8a8_converters.layers import is_linear, is_quantized_by_default, module_of
+from w8a8_converters.layers import is_linear, is_lm_head, is_quantized_by_default, is_token_embedding, module_of
 from w8a8_converters.rules import fused_groups
 from w8a8_kernels.names import is_row_parallel
 
 # Every rank holds these whole; others are cut along K where they are row-parallel, else along N.
 REPLICATED = {"fused_qkv_a_proj", "q_a_proj", "kv_a_proj_with_mqa"}
+
+# vLLM's DEFAULT_VOCAB_PADDING_SIZE: an lm_head has so many rows, or a multiple.
+VOCAB_PADDING = 64
 
 # Other programs' weights, or none of the model's own.
 _NOT_THE_MODEL = ("consolidated", "adapter_model")
@@ -31,27 +34,31 @@ class LayerShape:
     count: int
 
 
-def linear_shapes(folder: Path, tp: int = 1) -> list[LayerShape]:
+def linear_shapes(folder: Path, tp: int = 1, lm_head: bool = False) -> list[LayerShape]:
     """Shapes of a checkpoint's quantized linear layers, fused as vLLM fuses them, on one of `tp` tensor-parallel ranks.
 
     Args:
         folder: config.json and safetensors files, unquantized or int8. Of these only the headers are read.
         tp: degree of tensor parallelism.
+        lm_head: take the lm_head, too, where it is not int8 in the checkpoint (VLLM_W8A8_LM_HEAD), its own or a tied one.
 
     Returns:
         every (N, K) once, in the order of the checkpoint. Experts are left out: they are not quantized.
 
     Raises:
-        ValueError: the folder is no such checkpoint, or `tp` does not divide a layer.
+        ValueError: the folder is no such checkpoint, `tp` does not divide a layer, or there is no lm_head.
     """
     if tp < 1:
         raise ValueError(f"got tensor parallelism {tp}, expected 1 or more")
     config = _read_config(folder)
-    weights = _quantized_weights(_tensors(folder))
+    tensors = _tensors(folder)
+    weights = _quantized_weights(tensors)
     if not weights:
         raise ValueError(
             f"{folder} has no linear layers that are quantized: expected a language model in bf16, fp16, fp32 or int8"
         )
+    if lm_head and not any(map(is_lm_head, weights)):
+        weights["lm_head"] = _lm_head(tensors, folder)
     found: dict[tuple[int, int], dict[str, int]] = {}
     for name, parts in _vllm_layers(weights):
         last = name.rpartition(".")[2]
@@ -90,6 +97,15 @@ def _quantized_weights(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
     return {module_of(name): info for name, info in int8.items()}
 
 
+def _lm_head(tensors: dict[str, TensorInfo], folder: Path) -> TensorInfo:
+    """The lm_head's weight, or that of the embedding to which it is tied."""
+    own = [info for name, info in tensors.items() if name.endswith(".weight") and is_lm_head(module_of(name))]
+    shared = [info for name, info in tensors.items() if is_token_embedding(name, len(info.shape))]
+    if not own + shared:
+        raise ValueError(f"{folder} has no lm_head, nor an embedding that it could be tied to: leave out --lm-head")
+    return (own + shared)[0]
+
+
 def _vllm_layers(modules: Iterable[str]) -> list[tuple[str, tuple[str, ...]]]:
     """Layers as vLLM names them, each with the last components of its parts."""
     modules = list(modules)
@@ -106,6 +122,9 @@ def _on_one_rank(name: str, parts: dict[str, tuple[int, ...]], config: dict[str,
     """(N, K) of the layer on one rank."""
     last = name.rpartition(".")[2]
     K = next(iter(parts.values()))[1]
+    if is_lm_head(name):
+        ((rows, _),) = parts.values()
+        return _divided(name, "N", -(-rows // VOCAB_PADDING) * VOCAB_PADDING, tp), K
     if last in REPLICATED:
         return sum(rows for rows, _ in parts.values()), K
     if is_row_parallel(last):

@@ -30,13 +30,23 @@ class Warmup:
         self._done: set[tuple] = set()
         self._ran, self._compiled, self._seconds = False, 0, 0.0
 
-    def expect(self, layer: torch.nn.Module) -> None:
-        """Note the limits of the model that is being built; a layer outside of a model is not warmed up."""
+    def expect(self, layer: torch.nn.Module, fused: bool = True) -> None:
+        """Note the limits of the model that is being built; a layer outside of a model is not warmed up.
+
+        Args:
+            layer: told of again, its limits are those of the last time.
+            fused: whether the layer is in a graph, where its quantizer may be fused. Logits are not; with prompt_logprobs they
+                have as many rows as other layers, without as many as there are sequences.
+        """
         vllm_config = get_current_vllm_config_or_none()
         if vllm_config is not None:
             # To the end of the bucket: with sequence parallelism vLLM pads a batch to a multiple of the ranks.
             most = bucket_of(vllm_config.scheduler_config.max_num_batched_tokens)
-            self._waiting[layer] = most, _fuses(vllm_config)
+            self._waiting[layer] = most, fused and _fuses(vllm_config)
+
+    def forget(self, layer: torch.nn.Module) -> None:
+        """Wait no longer for a layer that gets no int8 weights after all."""
+        self._waiting.pop(layer, None)
 
     def ready(self, layer: torch.nn.Module) -> None:
         """Run all variants of a layer whose `weight` [N, K] int8 and `weight_scale` [N, 1], or whose experts', are final.

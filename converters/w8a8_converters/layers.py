@@ -15,6 +15,7 @@ _KEPT = re.compile(
 _RECURRENT = re.compile(r"(^|\.)mixer\.(in_proj|out_proj)$")
 _NOT_LINEAR = re.compile(r".*(embed|norm).*|ln_.*|wte|wpe|relative_attention_bias")
 _LM_HEAD = "lm_head"
+_EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings")
 # Their linear layers are transposed (transformers' Conv1D, [in, out]), so that rows are not output channels.
 TRANSPOSED_MODEL_TYPES = {"gpt2", "openai-gpt", "imagegpt", "decision_transformer"}
 
@@ -43,6 +44,12 @@ def is_quantized_by_default(tensor: str, ndim: int) -> bool:
 def is_stacked_experts(tensor: str, ndim: int) -> bool:
     """Whether the tensor stacks the weights of several experts."""
     return ndim == 3 and bool(_IN_A_LAYER.search(tensor)) and "experts" in tensor.split(".")
+
+
+def is_token_embedding(tensor: str, ndim: int) -> bool:
+    """Whether the tensor is the weight of an embedding to which an lm_head may be tied."""
+    module, _, kind = tensor.rpartition(".")
+    return kind == "weight" and ndim == 2 and module.rpartition(".")[2] in _EMBEDDINGS
 
 
 def lm_head_of(embedding: str) -> str:

@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from w8a8_converters.layers import (
     is_lm_head,
     is_quantized_by_default,
     is_stacked_experts,
+    is_token_embedding,
     lm_head_of,
     module_of,
 )
@@ -27,7 +28,6 @@ from w8a8_kernels.hadamard import AUTO, MAX_RULE_BLOCK, chosen_block, largest_bl
 from w8a8_kernels.names import is_row_parallel
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings")
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Step:
         values: the tensor in the dtype in which it is written or, where quantized, from which it is quantized.
         scale: the scale to write beside int8 codes; None where the values are written as they are.
         hadamard: size of the blocks that are transformed before the scale is taken; 0 for none.
+        saved: bytes that quantizing takes off.
     """
 
     source: TensorInfo
@@ -45,6 +46,7 @@ class Step:
     values: torch.dtype
     scale: OutputTensor | None = None
     hadamard: int = 0
+    saved: int = 0
 
     @property
     def outputs(self) -> list[OutputTensor]:
@@ -89,8 +91,17 @@ def make_plan(
     quantize_lm_head: bool,
     max_shard_size: str | int,
     hadamard: str | int | None = None,
+    blocks: Mapping[str, int] | None = None,
+    keep: Collection[str] = (),
 ) -> Plan:
-    """Raises ConversionError where the options do not fit the checkpoint."""
+    """Raises ConversionError where the options do not fit the checkpoint.
+
+    Args:
+        source, fmt, skip, quantize_lm_head, max_shard_size, hadamard: as in `convert`.
+        blocks: Hadamard blocks of modules that get others than `hadamard` gives them.
+        keep: exact names of modules to leave unquantized beside those that `skip` matches.
+    """
+    blocks = blocks or {}
     limit = parse_size(max_shard_size)
     try:
         rules = SkipRules(skip)
@@ -112,7 +123,9 @@ def make_plan(
     plan = Plan(fmt, config, None)
     steps: list[Step] = []
     for info in source.tensors.values():
-        steps.append(_step(info, info.name, targets[info.name], info.name in quantized, hadamard))
+        module = module_of(info.name)
+        int8 = info.name in quantized and module not in keep
+        steps.append(_step(info, info.name, targets[info.name], int8, hadamard, blocks.get(module)))
     if fmt.quantized:
         kept = [step.weight for step in steps if step.scale is None]
         plan.ignore = [module_of(weight.name) for weight in kept if is_linear(weight.name, len(weight.shape))]
@@ -193,15 +206,19 @@ def _hadamard_entries(hadamard: str | int, steps: list[Step]) -> tuple[int, dict
     return general, blocks
 
 
-def _step(info: TensorInfo, name: str, values: torch.dtype, quantize: bool, hadamard: str | int) -> Step:
+def _step(
+    info: TensorInfo, name: str, values: torch.dtype, quantize: bool, hadamard: str | int, block: int | None = None
+) -> Step:
     if not quantize:
         return Step(info, OutputTensor(name, info.shape, values), values)
     weight = OutputTensor(name, info.shape, torch.int8)
     scale = OutputTensor(f"{name}_scale", (info.shape[0], 1), torch.float32)
-    module = module_of(name)
+    saved = OutputTensor(name, info.shape, values).nbytes - weight.nbytes - scale.nbytes
+    if block is None:
+        block = chosen_block(hadamard, info.shape[1], row_parallel=is_row_parallel(module_of(name)))
     if info.computed:
         values = torch.float32  # rounded once, to int8
-    return Step(info, weight, values, scale, chosen_block(hadamard, info.shape[1], row_parallel=is_row_parallel(module)))
+    return Step(info, weight, values, scale, block, saved)
 
 
 def _quantized_tensors(source: Source, rules: SkipRules, quantize_lm_head: bool) -> set[str]:
@@ -262,7 +279,7 @@ def _tied_embedding(source: Source) -> TensorInfo | None:
     if tied is False or (tied is None and any(is_lm_head(module_of(name)) for name in source.tensors)):
         return None
     for info in source.tensors.values():
-        if info.name.endswith(".weight") and module_of(info.name).rpartition(".")[2] in _EMBEDDINGS and len(info.shape) == 2:
+        if is_token_embedding(info.name, len(info.shape)):
             return info
     return None
 

@@ -210,33 +210,40 @@ def test_prompts(model: Path, tmp_path: Path) -> None:
 
 
 def test_modes_that_this_version_lacks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    others = tuple(variable for variable in envs.VARIABLES if variable.name != quality.HADAMARD)
+    others = tuple(variable for variable in envs.VARIABLES if variable.name not in (quality.HADAMARD, envs.LM_HEAD))
     monkeypatch.setattr(envs, "VARIABLES", others)
     assert list(quality.choose_modes([], [])) == ["bf16", "fp8", "rtn"]
     with pytest.raises(
         ValueError, match="mode 'hadamard' needs VLLM_W8A8_HADAMARD, which this version of the plugin does not"
     ):
         quality.choose_modes(["hadamard"], [])
-    monkeypatch.setattr(envs, "VARIABLES", (*others, envs.Variable(quality.HADAMARD, "0", "")))
+    added = tuple(envs.Variable(name, "0", "") for name in (quality.HADAMARD, envs.LM_HEAD))
+    monkeypatch.setattr(envs, "VARIABLES", (*others, added[0]))
     assert list(quality.choose_modes([], [])) == ["bf16", "fp8", "rtn", "hadamard"]
+    monkeypatch.setattr(envs, "VARIABLES", (*others, *added))
+    assert list(quality.choose_modes([], [])) == ["bf16", "fp8", "rtn", "hadamard", "lmhead"]
     environments = {name: quality.engine_environment(mode) for name, mode in quality.MODES.items()}
     assert {name: env.get(quality.HADAMARD) for name, env in environments.items()} == {
         "bf16": None,
         "fp8": None,
         "rtn": "0",
         "hadamard": "auto",
+        "lmhead": "auto",
     }
+    assert [name for name, env in environments.items() if env.get(envs.LM_HEAD) == "1"] == ["lmhead"]
 
 
 def test_modes_do_not_inherit_a_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else VLLM_W8A8_ENABLE=1 in the user's shell would quantize the reference."""
     monkeypatch.setenv(envs.ENABLE, "1")
     monkeypatch.setenv(quality.HADAMARD, "64")
+    monkeypatch.setenv(envs.LM_HEAD, "1")
     monkeypatch.setenv("VLLM_W8A8_KERNEL", "torch")
     for mode in [*quality.REFERENCES.values(), quality.MODES["bf16"], Mode(checkpoint=Path("x"))]:
         environment = quality.engine_environment(mode)
         assert envs.ENABLE not in environment
         assert quality.HADAMARD not in environment
+        assert envs.LM_HEAD not in environment
         assert environment["VLLM_W8A8_KERNEL"] == "torch"
 
 
@@ -478,7 +485,7 @@ def test_files_of_others_are_left_alone(command: Callable[..., Result], engines:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--mode", "fp4"], "unknown mode 'fp4': expected one of bf16, fp8, rtn, hadamard"),
+        (["--mode", "fp4"], "unknown mode 'fp4': expected one of bf16, fp8, rtn, hadamard, lmhead"),
         (["--checkpoint", "rotate"], "--checkpoint 'rotate': expected NAME=PATH"),
         (["--checkpoint", "rtn=elsewhere"], "there already is a mode 'rtn', choose another name"),
         (["--checkpoint", "rotate=/none"], "--checkpoint 'rotate=/none': there is no such folder"),

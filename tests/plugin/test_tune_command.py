@@ -43,14 +43,20 @@ def model_tensors(model: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Callable[..., Path]:
-    """Writes a tiny checkpoint; `tensors` come on top of the model's own."""
+    """Writes a tiny checkpoint; `tensors` come on top of the model's own, and those named in `without` are left out."""
 
-    def write(model: str, dtype: torch.dtype = torch.bfloat16, tensors: dict[str, torch.Tensor] | None = None) -> Path:
+    def write(
+        model: str,
+        dtype: torch.dtype = torch.bfloat16,
+        tensors: dict[str, torch.Tensor] | None = None,
+        without: tuple[str, ...] = (),
+    ) -> Path:
         folder = tmp_path / model
         folder.mkdir()
         config = {"model_type": model, "num_key_value_heads": MODELS[model]["kv_heads"]}
         (folder / "config.json").write_text(json.dumps(config))
-        found = list((model_tensors(model, dtype) | (tensors or {})).items())
+        everything = model_tensors(model, dtype) | (tensors or {})
+        found = [(name, tensor) for name, tensor in everything.items() if name not in without]
         for i in (0, 1):  # two files, and parts of a fused layer in each
             save_file(dict(found[i::2]), folder / f"model-{i + 1:05}-of-00002.safetensors")
         return folder
@@ -91,6 +97,30 @@ def test_int8_checkpoint_says_itself_what_is_quantized(checkpoint: Callable[...,
     head = {"lm_head.weight": torch.zeros(VOCAB, HIDDEN, dtype=torch.int8)}
     shapes = linear_shapes(checkpoint("llama", torch.int8, kept | head))
     assert {name for shape in shapes for name in shape.names} == {"qkv_proj", "o_proj", "gate_up_proj", "lm_head"}
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["own", "tied"])
+@pytest.mark.parametrize(("tp", "rows"), [(1, 320), (2, 160), (4, 80)])
+def test_lm_head_when_asked_for(own: bool, tp: int, rows: int, checkpoint: Callable[..., Path]) -> None:
+    """vLLM pads the vocabulary, here of 300 tokens, to a multiple of 64, then cuts it."""
+    names = ["model.embed_tokens.weight", "lm_head.weight"]
+    vocabulary = {name: torch.zeros(300, HIDDEN, dtype=torch.bfloat16) for name in names}
+    folder = checkpoint("llama", tensors=vocabulary, without=() if own else ("lm_head.weight",))
+    without, with_head = (linear_shapes(folder, tp, lm_head) for lm_head in (False, True))
+    assert [shape for shape in with_head if shape not in without] == [LayerShape(("lm_head",), rows, HIDDEN, 1)]
+    assert "lm_head" in command(str(folder), "--list", "--lm-head").output
+
+
+def test_padding_of_an_int8_lm_head(checkpoint: Callable[..., Path]) -> None:
+    head = {"lm_head.weight": torch.zeros(130, HIDDEN, dtype=torch.int8)}
+    shapes = linear_shapes(checkpoint("llama", torch.int8, head), 2)
+    assert [shape for shape in shapes if "lm_head" in shape.names] == [LayerShape(("lm_head",), 96, HIDDEN, 1)]
+
+
+def test_no_lm_head_to_be_found(checkpoint: Callable[..., Path]) -> None:
+    folder = checkpoint("llama", without=("lm_head.weight", "model.embed_tokens.weight"))
+    with pytest.raises(ValueError, match="has no lm_head, nor an embedding that it could be tied to: leave out --lm-head"):
+        linear_shapes(folder, lm_head=True)
 
 
 def test_what_stays_unquantized_is_left_out(checkpoint: Callable[..., Path]) -> None:
