@@ -3,10 +3,12 @@
     python engine_runner.py JOB RESULT
 
 Job: `engine` (arguments of `vllm.LLM`), `prompts` (lists of token ids), `sampling` (arguments of `SamplingParams`, or a list,
-one for each prompt), `together` (numbers of prompts that are handed over at a time; empty: all at once), `count_compilations`.
+one for each prompt), `together` (numbers of prompts that are handed over at a time; empty: all at once), `count_compilations`,
+`then` (what is done after that: a list of names from `ACTIONS` with arguments; after each, the prompts are answered again).
 Result: `answers`, per prompt `prompt_logprobs` and `logprobs`, each a list over positions of {token id: log-probability},
-`token_ids` generated, and `text`; `compilations` of our kernels in the worker, once the engine has started and at the end, if
-they are to be counted.
+`token_ids` generated, `text`, and `cached_tokens` of the prompt; `later`, a list of such answers for each of `then`;
+`addresses`, for the start and each of `then`, the weights' in each worker by name; `compilations` of our kernels in the
+worker, once the engine has started and at the end, if they are to be counted; `accepted` tokens of a draft.
 """
 
 import json
@@ -35,8 +37,59 @@ def compilations(llm) -> int:
     return counted
 
 
+def addresses(worker) -> dict[str, int]:
+    return {name: parameter.data_ptr() for name, parameter in worker.model_runner.get_model().named_parameters()}
+
+
+def reload_weights(llm, folder: str) -> None:
+    """As trainers do who write checkpoints."""
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+    llm.reset_prefix_cache()
+
+
+def save_state(llm, folder: str) -> None:
+    llm.collective_rpc("save_sharded_state", kwargs={"path": folder})
+
+
+def sleep_and_wake(llm, level: int, folder: str | None = None) -> None:
+    """Level 1 keeps the weights in the CPU's memory; level 2 drops them, so they come from `folder`."""
+    llm.sleep(level=level)
+    if level == 1:
+        llm.wake_up()
+        return
+    llm.wake_up(tags=["weights"])
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+    llm.wake_up(tags=["kv_cache"])
+
+
+def finish_again(llm) -> None:
+    """vLLM's last step of loading, once more."""
+    llm.collective_rpc(_finish_again)
+
+
+def _finish_again(worker) -> None:
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    runner = worker.model_runner
+    with set_current_vllm_config(worker.vllm_config), torch.no_grad():
+        process_weights_after_loading(runner.get_model(), runner.model_config, runner.device)
+
+
+ACTIONS = {action.__name__: action for action in (reload_weights, save_state, sleep_and_wake, finish_again)}
+
+
+def accepted_tokens(llm) -> int:
+    """Draft tokens that the target has accepted; 0 without a draft, or where nobody counts."""
+    if llm.llm_engine.vllm_config.speculative_config is None or not llm.llm_engine.log_stats:
+        return 0
+    return sum(m.value for m in llm.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens")
+
+
 def main() -> None:
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
 
     job = json.loads(Path(sys.argv[1]).read_text())
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
@@ -44,22 +97,38 @@ def main() -> None:
     sampling = [SamplingParams(flat_logprobs=True, **arguments) for arguments in each]
     llm = LLM(**job["engine"])
     counted = [compilations(llm)] if job["count_compilations"] else []
-    outputs = []
-    for n in job["together"] or [len(prompts)]:
-        part = slice(len(outputs), len(outputs) + n)
-        outputs += llm.generate(prompts[part], sampling[part], use_tqdm=False)
+
+    def ask(adapter: LoRARequest | None = None) -> list[dict]:
+        outputs = []
+        for n in job["together"] or [len(prompts)]:
+            part = slice(len(outputs), len(outputs) + n)
+            outputs += llm.generate(prompts[part], sampling[part], use_tqdm=False, lora_request=adapter)
+        return [
+            {
+                "prompt_logprobs": positions(output.prompt_logprobs),
+                "logprobs": positions(output.outputs[0].logprobs),
+                "token_ids": list(output.outputs[0].token_ids),
+                "text": output.outputs[0].text,
+                "cached_tokens": output.num_cached_tokens or 0,
+            }
+            for output in outputs
+        ]
+
+    answers, later, where = ask(), [], []
+    if job["then"]:
+        where.append(llm.collective_rpc(addresses))
+    for i, (name, *arguments) in enumerate(job["then"]):
+        if name == "adapter":
+            later.append(ask(LoRARequest(str(i), i + 1, *arguments)))
+            continue
+        if name != "again":
+            ACTIONS[name](llm, *arguments)
+        later.append(ask())
+        where.append(llm.collective_rpc(addresses))
     if job["count_compilations"]:
         counted.append(compilations(llm))
-    answers = [
-        {
-            "prompt_logprobs": positions(output.prompt_logprobs),
-            "logprobs": positions(output.outputs[0].logprobs),
-            "token_ids": list(output.outputs[0].token_ids),
-            "text": output.outputs[0].text,
-        }
-        for output in outputs
-    ]
-    Path(sys.argv[2]).write_text(json.dumps({"answers": answers, "compilations": counted}))
+    result = {"answers": answers, "later": later, "addresses": where, "compilations": counted}
+    Path(sys.argv[2]).write_text(json.dumps(result | {"accepted": accepted_tokens(llm)}))
     llm.llm_engine.engine_core.shutdown()
     # An ordinary exit of vLLM's CPU build aborted in some runs on a busy machine ("terminate called without an active
     # exception"), long after the answers were there.

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +32,7 @@ class Answer:
     text: str
     prompt_logprobs: list[Position]
     logprobs: list[Position]
+    cached_tokens: int = 0
 
     def true_logprobs(self) -> list[float]:
         """Log-probability of every prompt token but the first."""
@@ -40,11 +41,18 @@ class Answer:
 
 @dataclass
 class Run:
-    """An engine's answers, its log, and, if counted, how many kernels it had compiled when it had started and at the end."""
+    """An engine's answers, its log, and, if counted, how many kernels it had compiled when it had started and at the end.
+
+    `later` holds a run for each thing that was done then; `addresses`, where something was, the weights' in each worker at the
+    start and after each thing but adapters; `accepted` counts a draft's tokens, with disable_log_stats=False.
+    """
 
     answers: list[Answer]
     log: str
     compilations: tuple[int, ...] = ()
+    later: "list[Run]" = field(default_factory=list)
+    addresses: list[list[dict[str, int]]] = field(default_factory=list)
+    accepted: int = 0
 
     def perplexity(self) -> float:
         values = [value for answer in self.answers for value in answer.true_logprobs()]
@@ -67,6 +75,7 @@ def run_engine(
     sampling: dict | list[dict] | None = None,
     together: list[int] | None = None,
     count_compilations: bool = False,
+    then: list[list] | None = None,
     env: dict[str, str] | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Run:
@@ -81,6 +90,8 @@ def run_engine(
             log-probabilities with the top 20.
         together: how many prompts are handed over at a time, these when those before are answered; default: all at once.
         count_compilations: count the Triton kernels of ours that are compiled. The engine then runs in the runner's process.
+        then: what is done after the prompts are answered, each followed by the same prompts: ["again"], ["adapter", FOLDER]
+            for the answers with a LoRA adapter, or the name and the arguments of one of `engine_runner.ACTIONS`.
         env: variables added to the environment.
 
     Raises:
@@ -93,6 +104,7 @@ def run_engine(
         "sampling": sampling or {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 20},
         "together": together or [],
         "count_compilations": count_compilations,
+        "then": then or [],
     }
     with tempfile.TemporaryDirectory() as tmp:
         job_file, result_file = Path(tmp, "job.json"), Path(tmp, "result.json")
@@ -101,6 +113,8 @@ def run_engine(
         environment = engine_environment() | (env or {})
         if count_compilations:
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        if then:
+            environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions are sent to workers
         done = _run(command, environment, tmp, timeout_s)
         if done.returncode == -signal.SIGABRT and VLLM_ABORT in done.stdout:
             warnings.warn(f"vLLM aborted ({VLLM_ABORT}) and was started again", stacklevel=2)
@@ -109,7 +123,12 @@ def run_engine(
             raise EngineFailed(f"exit status {done.returncode}\n{done.stdout[-12000:]}")
         results = json.loads(result_file.read_text())
     answers = [answer(prompt, result) for prompt, result in zip(prompts, results["answers"], strict=True)]
-    return Run(answers, done.stdout, tuple(results["compilations"]))
+    later = [
+        Run([answer(prompt, result) for prompt, result in zip(prompts, part, strict=True)], done.stdout)
+        for part in results["later"]
+    ]
+    counted = tuple(results["compilations"])
+    return Run(answers, done.stdout, counted, later, results["addresses"], results["accepted"])
 
 
 def _run(command: list[str], env: dict[str, str], cwd: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
@@ -123,7 +142,7 @@ def answer(prompt: list[int], result: dict) -> Answer:
         key: [{int(token): value for token, value in position.items()} for position in result[key]]
         for key in ("prompt_logprobs", "logprobs")
     }
-    return Answer(prompt, result["token_ids"], result["text"], **logprobs)
+    return Answer(prompt, result["token_ids"], result["text"], **logprobs, cached_tokens=result["cached_tokens"])
 
 
 def engine_environment() -> dict[str, str]:

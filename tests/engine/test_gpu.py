@@ -9,8 +9,8 @@ from random import Random
 
 import pytest
 import torch
-from engines import run_engine
-from models import random_qwen3
+from engines import Run, mean_kl, run_engine
+from models import random_lora, random_qwen3, random_qwen3_moe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 
@@ -178,3 +178,140 @@ def package_kernels() -> set[str]:
     for module in pkgutil.walk_packages(w8a8_kernels.__path__, "w8a8_kernels."):
         names.update(name for name in vars(importlib.import_module(module.name)) if name.endswith("_kernel"))
     return names
+
+
+# A model whose layers are large enough for every kernel, and whose predictions are peaked: a last bit rarely decides a token.
+VOCABULARY = 320
+SMALL = {"num_hidden_layers": 2, "vocab_size": VOCABULARY, **LAYER}
+EXPERTS = {"moe_intermediate_size": 768, "num_experts": 8, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
+PROMPTS = [[(7 * i * i + 13 * i + p) % VOCABULARY for i in range(64)] for p in range(8)]
+ONLINE = {"quantization": "w8a8"}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of `bf16-0`, `bf16-1`, `moe-bf16-0`, ...: models with random weights by seed, and `w8a8-0`, ... of them."""
+    from w8a8_converters.convert import convert
+
+    root = tmp_path_factory.mktemp("small")
+    for seed in (0, 1):
+        random_qwen3(root / f"bf16-{seed}", seed=seed, **SMALL)
+        random_qwen3_moe(root / f"moe-bf16-{seed}", seed=seed, norm_topk_prob=True, **SMALL, **EXPERTS)
+        convert(root / f"bf16-{seed}", root / f"w8a8-{seed}", format="w8a8")
+    return root
+
+
+def serve(folder: Path, *then: list, env: dict[str, str] | None = None, sampling: dict | None = None, **engine) -> Run:
+    """Compiled and with CUDA graphs, unless `engine` says otherwise; the log-probabilities of the whole vocabulary."""
+    return run_engine(
+        folder,
+        PROMPTS,
+        engine={
+            "skip_tokenizer_init": True,
+            "max_logprobs": VOCABULARY,
+            "gpu_memory_utilization": 0.3,
+            "enforce_eager": False,
+        }
+        | engine,
+        sampling={"temperature": 0.0, "detokenize": False, "ignore_eos": True}
+        | (sampling or {"max_tokens": 8, "prompt_logprobs": VOCABULARY}),
+        then=list(then),
+        env=env,
+    )
+
+
+def assert_same(a: Run, b: Run) -> None:
+    assert [x.token_ids for x in a.answers] == [x.token_ids for x in b.answers]
+    pairs = zip(a.answers, b.answers, strict=True)
+    assert max(abs(p - q) for x, y in pairs for p, q in zip(x.true_logprobs(), y.true_logprobs(), strict=True)) <= 1e-3
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "engine"),
+    [("bf16-0", "bf16-1", ONLINE), ("w8a8-0", "w8a8-1", {}), ("moe-bf16-0", "moe-bf16-1", ONLINE)],
+    ids=["online", "checkpoint", "experts"],
+)
+def test_sleep_and_reload(small: Path, first: str, second: str, engine: dict) -> None:
+    """CUDA graphs that were captured before give the right answers after: nothing has moved, and nothing was forgotten."""
+    run = serve(
+        small / first,
+        ["sleep_and_wake", 1],
+        ["reload_weights", str(small / second)],
+        ["sleep_and_wake", 2, str(small / first)],
+        ["finish_again"],
+        enable_sleep_mode=True,
+        **engine,
+    )
+    slept, reloaded, slept_deep, finished_again = run.later
+    assert_same(run, slept)
+    assert_same(reloaded, serve(small / second, **engine))
+    assert mean_kl(run, reloaded) > 0.1
+    assert_same(run, slept_deep)
+    assert_same(run, finished_again)
+    assert all(where == run.addresses[0] for where in run.addresses)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "moe-bf16"])
+def test_saved_state(small: Path, tmp_path: Path, kind: str) -> None:
+    """What was quantized while loading is int8 in the state."""
+    import shutil
+
+    shutil.copy(small / f"{kind}-0" / "config.json", tmp_path)
+    run = serve(small / f"{kind}-0", ["save_state", str(tmp_path)], **ONLINE)
+    assert_same(run, serve(tmp_path, load_format="sharded_state", **ONLINE))
+
+
+@pytest.mark.parametrize(
+    ("offload", "env"),
+    [
+        ({"cpu_offload_gb": 1}, {}),
+        ({"cpu_offload_gb": 1, "enforce_eager": True}, {"VLLM_WEIGHT_OFFLOADING_DISABLE_UVA": "1"}),
+        ({"offload_group_size": 2, "offload_num_in_group": 1}, {}),
+    ],
+    ids=["uva", "copies", "prefetch"],
+)
+@pytest.mark.parametrize("way", ["online", "checkpoint"])
+def test_cpu_offload(small: Path, way: str, offload: dict, env: dict[str, str]) -> None:
+    folder, engine = (small / "bf16-0", ONLINE) if way == "online" else (small / "w8a8-0", {})
+    run = serve(folder, env=env, **offload, **engine)
+    assert re.search(r"Total CPU offloaded parameters|Total GPU memory saved", run.log)
+    assert_same(serve(folder, **{key: value for key, value in offload.items() if key == "enforce_eager"}, **engine), run)
+
+
+@pytest.mark.parametrize("way", ["online", "checkpoint"])
+def test_lora(small: Path, tmp_path: Path, way: str) -> None:
+    """An adapter adds to the quantized model what it adds to the unquantized one."""
+    adapters = random_lora(tmp_path / "zero", small / "bf16-0", zero=True), random_lora(tmp_path / "lora", small / "bf16-0")
+    then = [["adapter", str(adapter)] for adapter in adapters]
+    bf16 = serve(small / "bf16-0", *then, enable_lora=True)
+    ours = serve(
+        small / ("bf16-0" if way == "online" else "w8a8-0"),
+        *then,
+        enable_lora=True,
+        **(ONLINE if way == "online" else {}),
+    )
+    zero, strong = ours.later
+    assert mean_kl(ours, zero) <= 1e-6
+    without, with_adapter, effect = mean_kl(bf16, ours), mean_kl(bf16.later[1], strong), mean_kl(ours, strong)
+    print(f"KL from bf16 {without:.5f}, with an adapter in both {with_adapter:.5f}; of the adapter itself {effect:.3f}")
+    assert 0 < with_adapter <= 2 * without
+    assert effect > 50 * with_adapter
+
+
+def test_lora_leaves_experts_unquantized(small: Path) -> None:
+    run = serve(small / "moe-bf16-0", enable_lora=True, **ONLINE)
+    assert "experts of mixture-of-experts layers stay unquantized: LoRA (enable_lora)" in run.log
+    assert mean_kl(serve(small / "moe-bf16-0"), run) < 0.1
+
+
+@pytest.mark.parametrize("draft", ["bf16-0", "w8a8-0"])
+def test_speculative_decoding(small: Path, draft: str) -> None:
+    """The draft is the model itself, so nearly all is accepted. A last bit may decide a token, and then all that follow."""
+    sampling = {"max_tokens": 16}
+    speculative = {"method": "draft_model", "model": str(small / draft), "num_speculative_tokens": 3}
+    run = serve(small / "bf16-0", sampling=sampling, disable_log_stats=False, speculative_config=speculative, **ONLINE)
+    plain = serve(small / "bf16-0", sampling=sampling, **ONLINE)
+    same = [x.token_ids == y.token_ids for x, y in zip(plain.answers, run.answers, strict=True)]
+    print(f"{run.accepted} tokens accepted, {sum(same)} of {len(same)} answers equal")
+    assert run.accepted >= 8 * len(PROMPTS)
+    assert sum(same) >= 6
