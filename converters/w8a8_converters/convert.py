@@ -13,7 +13,7 @@ from torch import Tensor
 
 from w8a8_converters.checkpoint import HuggingFaceSource, Source, TensorInfo, write_side_files
 from w8a8_converters.errors import ConversionError
-from w8a8_converters.folding.options import FoldingOptions, fold
+from w8a8_converters.folding.options import Choice, FoldingOptions, fold
 from w8a8_converters.formats import FORMATS
 from w8a8_converters.layers import module_of
 from w8a8_converters.plan import Plan, Step, make_plan
@@ -81,12 +81,15 @@ def convert(
     folded = None
     if folding is not None and folding.asked:
 
-        def plan_for(source: Source, hadamard: str | int | None) -> Plan:
-            return make_plan(source, FORMATS[format], skip, quantize_lm_head, max_shard_size, hadamard)
+        def plan_for(source: Source, choice: Choice) -> Plan:
+            fmt = FORMATS[format]
+            return make_plan(
+                source, fmt, skip, quantize_lm_head, max_shard_size, choice.hadamard, choice.blocks, frozenset(choice.keep)
+            )
 
         _check_values(plan, source, progress)
         folded = fold(source, folding, hadamard, plan_for, progress)
-        source, plan = folded.source, plan_for(folded.source, folded.hadamard)
+        source, plan = folded.source, plan_for(folded.source, folded.choice)
         _check_disk(plan, source, out)
         untied = [tensor.nbytes for step in plan.steps if step.weight.name == folded.untied for tensor in step.outputs]
         plan.lm_head_extra_bytes = plan.lm_head_extra_bytes or sum(untied)

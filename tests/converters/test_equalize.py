@@ -16,11 +16,13 @@ from w8a8_converters.checkpoint import HuggingFaceSource
 from w8a8_converters.convert import convert
 from w8a8_converters.errors import ConversionError
 from w8a8_converters.folding import options as folding_options
+from w8a8_converters.folding import quality
 from w8a8_converters.folding.architectures import Model
 from w8a8_converters.folding.equalize import equalize, expand, move_scale, search
 from w8a8_converters.folding.options import FoldingOptions
 from w8a8_converters.folding.quality import Candidate, choose, divergence
 from w8a8_converters.folding.rotate import rotate
+from w8a8_converters.folding.sensitivity import Sensitive
 from w8a8_converters.folding.source import FoldedSource
 from w8a8_converters.folding.stream import FakeQuantLinear, Streamer
 from w8a8_kernels.nn import W8A8Linear
@@ -33,6 +35,12 @@ def open_model(folder):
 
 def consumers(model):
     return {name for layer in model.layers for pair in layer.pairs for name in pair.consumers if not name.endswith(".gate")}
+
+
+def sensitive(x, weight, gradient=1.0):
+    """A layer whose outputs matter alike, but for random signs."""
+    signs = torch.randint(0, 2, (2, len(x), len(weight)), generator=torch.Generator().manual_seed(3)) * 2 - 1
+    return Sensitive(x, weight, gradient * signs)
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -77,7 +85,7 @@ def test_search_through_the_model_keeps_its_function(tmp_path, name, rotated):
     expected = [pair.producer for layer in model.layers for pair in layer.pairs]
     # Which experts get tokens depends on the text.
     assert {pair.producer for pair in pairs} == set(expected) or name == "mixtral"
-    assert all(pair.error <= pair.error_before for pair in pairs)
+    assert all(pair.cost <= pair.cost_before for pair in pairs)
     assert sum(pair.strength is not None for pair in pairs) > len(pairs) / 2
     assert relative_error(folded_logits(source, tmp_path / "folded"), logits(unquantized)) < 1e-4
 
@@ -112,31 +120,59 @@ def test_search_moves_a_planted_outlier():
     x[:, 7] *= 100
     weight = torch.randn(32, 64, generator=generator)
     weight[:, 7] /= 100
-    scale, strength, before, after = search(x, [(weight, 0)])
-    assert strength is not None
-    assert after < before / 100
+    found = search([(sensitive(x, weight), 0)])
+    assert found.strength is not None
+    assert found.cost < found.cost_before / 100
     exact = F.linear(x, weight)
-    assert relative_error(F.linear(x / scale, weight * scale), exact) < 1e-5
-    assert float(scale[7] / scale.median()) > 20
+    assert relative_error(F.linear(x / found.scale, weight * found.scale), exact) < 1e-5
+    assert float(found.scale[7] / found.scale.median()) > 20
+
+
+def test_search_looks_at_what_matters():
+    """Two consumers that want opposite scales: the one whose outputs the model's predictions depend on gets its own."""
+    generator = torch.Generator().manual_seed(0)
+    x, weights = torch.randn(256, 64, generator=generator), torch.randn(2, 32, 64, generator=generator)
+    x[:, 7] *= 30
+    weights[0][:, 7] /= 30
+    weights[1][:, 7] *= 30
+    scales = []
+    for matters in (0, 1):
+        consumers = [(sensitive(x, weight, 1.0 if i == matters else 1e-3), 0) for i, weight in enumerate(weights)]
+        alone = search([consumers[matters]])
+        scales.append(search(consumers).scale)
+        assert search(consumers).cost < 2 * alone.cost
+    assert float(scales[0][7] / scales[0].median()) > 2 * float(scales[1][7] / scales[1].median())
+
+
+def test_both_sizes_of_channels_are_tried():
+    """A channel with one large value among small ones is small by its mean square, and large by its magnitude."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(256, 64, generator=generator), torch.randn(32, 64, generator=generator)
+    x[5, ::2] *= 50
+    assert search([(sensitive(x, weight), 64)]).size == "rms"
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(256, 64, generator=generator), torch.randn(32, 64, generator=generator)
+    x[::10, 9] *= 100
+    assert search([(sensitive(x, weight), 0)]).size == "amax", "the rows with the large value make the error"
 
 
 def test_search_leaves_what_is_even():
     """Signs only: every channel is alike, no scale can be closer, and none is taken."""
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randint(0, 2, (64, 32), generator=generator).float() * 2 - 1 for _ in range(2))
-    scale, strength, before, after = search(x, [(weight, 0)])
-    assert strength is None
-    assert after == before
-    assert torch.equal(scale, torch.ones(32))
+    found = search([(sensitive(x, weight), 0)])
+    assert found.strength is found.size is None
+    assert found.cost == found.cost_before
+    assert torch.equal(found.scale, torch.ones(32))
 
 
 def test_search_with_unused_channels():
     x, weight = torch.randn(64, 32), torch.randn(8, 32)
     x[:, 3], weight[:, 5] = 0, 0
-    scale, *_ = search(x, [(weight, 0)])
+    scale = search([(sensitive(x, weight), 0)]).scale
     assert scale[3] == scale[5] == 1
     assert torch.isfinite(scale).all()
-    assert search(torch.zeros(4, 32), [(weight, 0)])[1] is None
+    assert search([(sensitive(torch.zeros(4, 32), weight), 0)]).strength is None
 
 
 def test_query_heads_share_the_scales_of_their_values():
@@ -145,9 +181,9 @@ def test_query_heads_share_the_scales_of_their_values():
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(64, 12, generator=generator), torch.randn(8, 12, generator=generator)
     x[:, 4] *= 50  # channel 1 of the second query head: its values are those of the first key-value head
-    found, strength, *_ = search(x, [(weight, 0)], (3, 6))
-    assert strength is not None
-    assert found.argmax() == 1
+    found = search([(sensitive(x, weight), 0)], (3, 6))
+    assert found.strength is not None
+    assert found.scale.argmax() == 1
 
 
 def test_divergence_in_pieces():
@@ -214,7 +250,7 @@ def test_quality_auto(word_model, tmp_path):
     report = convert(src, tmp_path / "out", folding=folding, progress=progress)
     said = report.folding["quality"]
     assert {"rtn", "hadamard", "rotate", "hadamard + rotate"} <= said["kl"].keys()
-    assert len(said["kl"]) == 6
+    assert len(said["kl"]) >= 6
     assert said["kl"][said["chosen"]] <= 1.03 * min(said["kl"].values())
     assert stages == {"check", "write", "quality"}
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -232,6 +268,81 @@ def test_quality_auto(word_model, tmp_path):
     folding = FoldingOptions(quality="auto", calibration=tmp_path / "text.txt")
     report = convert(src, tmp_path / "ct", format="compressed-tensors", folding=folding)
     assert not any("hadamard" in name for name in report.folding["quality"]["kl"])
+
+
+@pytest.mark.parametrize("fmt", ["w8a8", "compressed-tensors"])
+def test_quality_auto_keeps_what_costs_most(word_model, tmp_path, fmt):
+    """Attention of the first layer is made to depend on its scores: their error is most of all, and the budget pays for it."""
+    src, model = word_model("llama")
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight *= 2
+    model.save_pretrained(src)
+    fused = "model.layers.0.self_attn.qkv_proj"
+    parts = {f"model.layers.0.self_attn.{name}_proj" for name in "qkv"}
+    text = tmp_path / "text.txt"
+    without, with_budget = (FoldingOptions(quality="auto", calibration=text, quality_budget=size) for size in (0, "30kB"))
+    plain = convert(src, tmp_path / "none", format=fmt, folding=without)
+    report = convert(src, tmp_path / "out", format=fmt, folding=with_budget)
+    said = report.folding["quality"]
+    assert plain.folding["quality"]["unquantized"] == {}
+    assert parts < plain.folding["quality"]["predicted_kl"].keys()
+    assert list(said["unquantized"]) == [fused]
+    assert said["chosen"].endswith(" + keep")
+    assert said["kl"][said["chosen"]] < 0.9 * said["kl"][said["chosen"].removesuffix(" + keep")]
+    extra = report.output_bytes - plain.output_bytes
+    assert said["unquantized"][fused]["extra_bytes"] == pytest.approx(extra, abs=500)  # but for the header
+    assert extra <= said["budget_bytes"] == 30_000
+    assert set(report.ignore) == {*plain.ignore, *parts}
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert parts <= set(config["ignore"])
+    tensors = load_file(next((tmp_path / "out").glob("*.safetensors")))
+    assert all(tensors[f"{part}.weight"].dtype.is_floating_point for part in parts)
+    assert not parts & said["predicted_kl"].keys()
+    assert list(said["predicted_kl"].values()) == sorted(said["predicted_kl"].values(), reverse=True)
+    assert any(note.startswith("left unquantized") and fused in note for note in report.notes)
+    assert any(note.startswith("what is left comes from: ") for note in report.notes)
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "mixtral"])
+def test_quality_auto_of_other_architectures(word_model, tmp_path, name):
+    src, _ = word_model(name)
+    folding = FoldingOptions(quality="auto", calibration=tmp_path / "text.txt", quality_budget="50%")
+    report = convert(src, tmp_path / "out", quantize_lm_head=True, folding=folding)
+    said = report.folding["quality"]
+    assert said["kl"][said["chosen"]] <= 1.03 * min(said["kl"].values())
+    int8 = {layer.name for layer in report.layers if not layer.name.endswith("lm_head")}
+    assert said["predicted_kl"].keys() == int8
+
+
+def test_other_blocks_end_in_the_checkpoint(word_model, tmp_path, monkeypatch):
+    src, _ = word_model("llama")
+    names = [f"model.layers.{i}.self_attn.{name}_proj" for i in range(2) for name in "qkv"]
+    gains = {"qkv_proj": (32, 16, 2.0, 1.0)}
+    monkeypatch.setattr(quality, "choose_blocks", lambda predicted, blocks: (dict.fromkeys(names, 16), gains))
+    monkeypatch.setattr(quality, "choose", lambda candidates: candidates[-1])
+    folding = FoldingOptions(quality="auto", calibration=tmp_path / "text.txt", quality_budget=0)
+    report = convert(src, tmp_path / "out", folding=folding)
+    assert {layer.name for layer in report.layers if layer.hadamard == 16 and layer.shape[1] == 96} == set(names)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config["hadamard_blocks"] == dict.fromkeys(("q_proj", "k_proj", "v_proj"), 16)
+    assert report.folding["quality"]["chosen"].endswith(" + blocks")
+    assert report.folding["quality"]["blocks"]["qkv_proj"]["block"] == 16
+    assert any(note.startswith("Hadamard blocks of 16 instead of 32 in qkv_proj") for note in report.notes)
+
+
+def test_an_untied_head_is_paid_from_the_same_budget(word_model, tmp_path, monkeypatch):
+    """61 x 96 fp32 values, and then too little is left for the 27 kB that q, k and v of one layer would add."""
+    src, model = word_model("llama-tied")
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight *= 2
+    model.save_pretrained(src)
+    monkeypatch.setattr(quality, "choose", lambda candidates: [c for c in candidates if c.rotation and c.hadamard == 0][-1])
+    reports = []
+    for budget in ("30kB", "60kB"):
+        folding = FoldingOptions(quality="auto", calibration=tmp_path / "text.txt", quality_budget=budget)
+        reports.append(convert(src, tmp_path / budget, folding=folding).folding)
+    assert [report["rotate"]["untied"] for report in reports] == ["lm_head.weight"] * 2
+    assert [list(report["quality"]["unquantized"]) for report in reports] == [[], ["model.layers.0.self_attn.qkv_proj"]]
 
 
 def test_command(word_model, tmp_path, monkeypatch):

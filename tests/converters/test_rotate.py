@@ -163,7 +163,7 @@ def test_missing_tensor(checkpoint, tmp_path):
 )
 def test_options_that_contradict(options, match):
     with pytest.raises(ConversionError, match=match):
-        FoldingOptions(**options).budget  # noqa: B018
+        FoldingOptions(**options)
 
 
 def test_values_beyond_fp16_are_refused_before_anything_is_written(tmp_path):

@@ -69,8 +69,8 @@ def divergence_of(bf16):
     return measure
 
 
-# Measured: 0.0362 for plain rounding, 0.0044 with the transform, 0.0173 rotated, 0.0171 equalized, 0.0036 with the transform
-# and scales.
+# Measured: 0.0362 for plain rounding, 0.0044 with the transform, 0.0173 rotated, 0.0127 equalized, 0.0026 with the transform
+# and scales. Scales chosen by the relative error of outputs instead of the predicted cost gave 0.0171 and 0.0036.
 def test_order_of_methods(divergence_of):
     rtn = divergence_of(False, 0, False)
     hadamard = divergence_of(False, AUTO, False)
@@ -80,8 +80,8 @@ def test_order_of_methods(divergence_of):
     assert 0.01 < rtn < 0.1
     assert hadamard < 0.25 * rtn
     assert rotated < 0.7 * rtn
-    assert equalized < 0.6 * rtn
-    assert both < 0.92 * hadamard
+    assert equalized < 0.42 * rtn
+    assert both < 0.7 * hadamard
 
 
 def test_exact_without_quantization(divergence_of):

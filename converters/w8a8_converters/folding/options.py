@@ -1,6 +1,8 @@
 """What a user can ask for, and doing it."""
 
-from collections.abc import Callable
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,23 @@ from w8a8_kernels.hadamard import AUTO
 # stage, bytes of the source done, bytes in all
 Progress = Callable[[str, int, int], None]
 
+# Of the bytes of the model in int8. What is left unquantized runs at the speed of bf16.
+DEFAULT_BUDGET = "3%"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a source is quantized.
+
+    Attributes:
+        hadamard: the run-time transform, as `convert` takes it.
+        blocks, keep: exceptions, as `make_plan` takes them.
+    """
+
+    hadamard: str | int | None = None
+    blocks: Mapping[str, int] = field(default_factory=dict)
+    keep: tuple[str, ...] = ()
+
 
 @dataclass(frozen=True)
 class FoldingOptions:
@@ -28,7 +47,8 @@ class FoldingOptions:
         equalize: move scales between operations.
         calibration: a text for `equalize` and `quality`; default: the one of this package.
         quality: `auto` chooses among all methods, also the run-time transform; None: what the other options say.
-        quality_budget: how many bytes larger `auto` may make the model, as `500MB` or a number.
+        quality_budget: how much larger `auto` may make the model, as `500MB`, `2%` or a number of bytes; default:
+            DEFAULT_BUDGET.
 
     Raises:
         ConversionError: options contradict each other, or one has no effect.
@@ -39,7 +59,7 @@ class FoldingOptions:
     equalize: bool = False
     calibration: Path | None = None
     quality: str | None = None
-    quality_budget: str | int = 0
+    quality_budget: str | int | None = None
 
     def __post_init__(self) -> None:
         if self.quality not in (None, "auto"):
@@ -50,19 +70,22 @@ class FoldingOptions:
             raise ConversionError("--untie has no effect without --rotate: leave it out")
         if self.calibration is not None and not (self.equalize or self.quality):
             raise ConversionError("--calibration has no effect without --equalize or --quality auto: leave it out")
-        if self.quality is None and self.budget:
+        if self.quality is None and self.quality_budget is not None:
             raise ConversionError("--quality-budget has no effect without --quality auto: leave it out")
+        self.budget(0)
 
-    @property
-    def budget(self) -> int:
-        """Bytes."""
-        if str(self.quality_budget).strip() in ("0", ""):
+    def budget(self, model_bytes: int) -> int:
+        """Bytes that a model of `model_bytes` may become larger by."""
+        text = str(DEFAULT_BUDGET if self.quality_budget is None else self.quality_budget).strip()
+        if share := re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text):
+            return int(model_bytes * float(share[1]) / 100)
+        if text in ("0", ""):
             return 0
         try:
-            return parse_size(self.quality_budget)
+            return parse_size(text)
         except ConversionError:
             raise ConversionError(
-                f"quality budget {self.quality_budget!r} is not a size: write it as 500MB, 1GiB or 0"
+                f"quality budget {self.quality_budget!r} is not a size: write it as 500MB, 1GiB, 2% or 0"
             ) from None
 
     @property
@@ -81,14 +104,14 @@ class Folded:
 
     Attributes:
         source: the checkpoint to write.
-        hadamard: the run-time transform to write it with.
+        choice: what to write it with.
         report: for the conversion's report.
         notes: what the user should know.
         untied: the lm_head's tensor where it was tied, else empty.
     """
 
     source: FoldedSource
-    hadamard: str | int | None
+    choice: Choice
     report: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     untied: str = ""
@@ -98,7 +121,7 @@ def fold(
     source: Source,
     options: FoldingOptions,
     hadamard: str | int | None,
-    plan_for: Callable[[Source, str | int | None], Plan],
+    plan_for: Callable[[Source, Choice], Plan],
     progress: Progress | None = None,
 ) -> Folded:
     """Does what `options` ask for.
@@ -107,15 +130,15 @@ def fold(
         source: a checkpoint.
         options: at least one of them is asked for.
         hadamard: the user's choice of the run-time transform, None for the format's default.
-        plan_for: the plan of a source under such a choice.
+        plan_for: the plan of a source under a choice.
         progress: called with (stage, bytes done, bytes in all), stages `equalize` and `quality`.
 
     Raises:
         ConversionError: the architecture is not known, or there is no transformers to run the model.
     """
-    result = Folded(FoldedSource(source), hadamard)
+    result = Folded(FoldedSource(source), Choice(hadamard))
     model = Model(result.source, options.name)
-    plan = plan_for(result.source, hadamard)
+    plan = plan_for(result.source, result.choice)
     if options.quality:
         if not plan.format.quantized:
             raise ConversionError(f"--quality auto has no effect with --format {plan.format.name}, which quantizes nothing")
@@ -134,7 +157,7 @@ def fold(
         from w8a8_converters.folding.stream import Streamer
 
         tokens = read_tokens(source, options.calibration)
-        plan = plan_for(result.source, hadamard)
+        plan = plan_for(result.source, result.choice)
         blocks = _blocks(plan)
         if not plan.format.quantized:
             # Whoever quantizes this later: to plain int8, as everybody can.
@@ -150,54 +173,89 @@ def _choose(
     result: Folded,
     model: Model,
     options: FoldingOptions,
-    plan_for: Callable[[Source, str | int | None], Plan],
+    plan_for: Callable[[Source, Choice], Plan],
     progress: Progress | None,
 ) -> None:
     from w8a8_converters.folding.calibration import read_tokens
-    from w8a8_converters.folding.quality import Settings, choose, try_all
+    from w8a8_converters.folding.quality import Candidate, Settings, try_all
     from w8a8_converters.folding.stream import Streamer
 
     base = result.source
     tokens = read_tokens(base, options.calibration)
-    plain = plan_for(base, 0)
-    extra = untied_bytes(base, model)
-    untie = 0 < extra <= options.budget
+    plain = plan_for(base, Choice(0))
+    budget, untying = options.budget(plain.output_bytes), untied_bytes(base, model)
 
-    def settings(source: FoldedSource, hadamard: str | int) -> Settings:
-        plan = plan_for(source, hadamard)
-        return Settings(_blocks(plan), _dtypes(plan))
+    def choice_of(candidate: Candidate) -> Choice:
+        return Choice(candidate.hadamard, candidate.blocks, candidate.keep)
+
+    def settings(candidate: Candidate) -> Settings:
+        plan = plan_for(candidate.source, choice_of(candidate))
+        saved = {module_of(step.weight.name): step.saved for step in plan.steps if step.scale is not None}
+        return Settings(_blocks(plan), _dtypes(plan), saved, plan.output_bytes)
 
     told = _in_bytes("quality", plain.source_bytes, progress)
-    candidates = try_all(
+    outcome = try_all(
         base,
         Streamer(base, model),
         tokens.fit,
         tokens.held_out,
         (0, AUTO) if plain.format.name == "w8a8" else (0,),
         settings,
-        untie,
+        untying,
+        budget,
         told,
     )
-    best = choose(candidates)
-    result.source, result.hadamard = best.source, best.hadamard
+    best = outcome.best
+    result.source, result.choice = best.source, choice_of(best)
     result.report["quality"] = {
         "chosen": best.name,
         "by": f"mean KL divergence from the unquantized model on {tokens.held_out.numel()} tokens of {tokens.text}",
-        "kl": {candidate.name: float(f"{candidate.kl:.4g}") for candidate in candidates},
-        "budget_bytes": options.budget,
-        "untying_bytes": extra,
+        "kl": {candidate.name: _rounded(candidate.kl) for candidate in outcome.candidates},
+        "budget_bytes": budget,
+        "untying_bytes": untying,
+        "blocks": {
+            kind: {"before": before, "block": block, "predicted_kl_before": _rounded(old), "predicted_kl": _rounded(new)}
+            for kind, (before, block, old, new) in outcome.gains.items()
+        },
+        "unquantized": {
+            name: {"extra_bytes": size, "predicted_kl": _rounded(cost)} for name, (size, cost) in outcome.kept.items()
+        },
+        # What is left, from the largest: what each layer alone would make.
+        "predicted_kl": {name: _rounded(cost) for name, cost in sorted(outcome.costs.items(), key=lambda item: -item[1])},
     }
     if best.rotation is not None:
         _add_rotation(result, best.rotation)
     if best.pairs is not None:
         _add_scales(result, best.pairs, tokens.describe())
-    figures = ", ".join(f"{candidate.name} {candidate.kl:.4f}" for candidate in candidates)
+    figures = ", ".join(f"{candidate.name} {candidate.kl:.4f}" for candidate in outcome.candidates)
     result.notes.append(f"chosen: {best.name}, by its divergence from the unquantized model (mean KL: {figures})")
-    if extra > options.budget:
+    for kind, (before, block, old, new) in outcome.gains.items():
+        result.notes.append(f"Hadamard blocks of {block} instead of {before} in {kind}: predicted KL {new:.5f}, not {old:.5f}")
+    if outcome.kept:
+        size, cost = (sum(column) for column in zip(*outcome.kept.values(), strict=True))
         result.notes.append(
-            f"not tried: rotating the residual stream, which would add {extra / 1e6:.1f} MB for an lm_head that is not tied, "
-            f"beyond --quality-budget {options.budget}"
+            f"left unquantized, for {size / 1e6:.1f} MB of a budget of {budget / 1e6:.1f} MB: {', '.join(outcome.kept)}; "
+            f"in int8 they would make {cost / (cost + sum(outcome.costs.values())):.0%} of the divergence"
         )
+    result.notes.append(f"what is left comes from: {_by_kind(outcome.costs)}")
+    if untying > budget:
+        result.notes.append(
+            f"not tried: rotating the residual stream, which would add {untying / 1e6:.1f} MB for an lm_head that is not "
+            f"tied, beyond --quality-budget ({budget / 1e6:.1f} MB)"
+        )
+
+
+def _by_kind(costs: dict[str, float]) -> str:
+    """Shares of the kinds of layers in the predicted divergence, the largest first."""
+    kinds: Counter[str] = Counter()
+    for name, cost in costs.items():
+        kinds[name.rpartition(".")[2]] += cost
+    total = sum(kinds.values()) or 1.0
+    return ", ".join(f"{kind} {cost / total:.0%}" for kind, cost in kinds.most_common())
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
 
 
 def _add_rotation(result: Folded, rotation: RotateReport) -> None:

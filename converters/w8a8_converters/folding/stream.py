@@ -17,12 +17,13 @@ from w8a8_converters.checkpoint import Source
 from w8a8_converters.errors import ConversionError
 from w8a8_converters.folding.architectures import Model
 from w8a8_converters.folding.calibration import model_folder, require_transformers
-from w8a8_converters.layers import lm_head_of, module_of
+from w8a8_converters.layers import lm_head_of
 from w8a8_kernels.quantize.reference import quantize_reference
 from w8a8_kernels.quantize.weight import quantize_weight
 
 # fp32 bytes of the rows of an lm_head that are held at a time.
 _HEAD_PART_BYTES = 64 * 1024**2
+_SEED = 4002
 
 
 def fake_quantize(x: Tensor, block: int) -> Tensor:
@@ -151,20 +152,50 @@ class Streamer:
         for layer in decoder.layers:
             layer.forward = note
         decoder.norm.forward = lambda hidden_states: hidden_states
-        with torch.inference_mode():
+        with torch.no_grad():  # not inference_mode: a graph may hold what is noted here
             decoder(input_ids=inverse, use_cache=False)
         return first[0]
 
-    def layers(self, source: Source) -> Iterator[tuple[int, nn.Module]]:
-        """(number, decoder layer with the weights of `source` in fp32), one after the other."""
-        for i in range(len(self.model.layers)):
+    def layers(self, source: Source, backwards: bool = False) -> Iterator[tuple[int, nn.Module]]:
+        """(number, decoder layer with the weights of `source` in fp32), one after the other, from the first or the last."""
+        numbers = range(len(self.model.layers))
+        for i in reversed(numbers) if backwards else numbers:
             yield i, self._load(source, i)
 
     def run(self, index: int, layer: nn.Module, hidden: Tensor) -> Tensor:
         """The layer's output [chunks, length, hidden]."""
+        with torch.no_grad():
+            return self._call(index, layer, hidden)
+
+    def run_back(
+        self, index: int, layer: nn.Module, hidden: Tensor, above: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """Carries gradients of the layer's output back through it.
+
+        Args:
+            index, layer: as `layers` yields them.
+            hidden: [chunks, length, hidden], the layer's input.
+            above: [samples, chunks, length, hidden], gradients with respect to its output.
+
+        Returns:
+            the gradients with respect to `hidden`; and of linear layers by name, as far as a token reached them, the inputs
+            [tokens, K] and the gradients with respect to their outputs [samples, tokens, N].
+        """
+        hidden = hidden.detach().requires_grad_()
+        linears = self.linears(index, layer)
+        with torch.enable_grad(), recorded(layer, linears) as (inputs, outputs):
+            result = self._call(index, layer, hidden)
+        wanted = [hidden, *outputs.values()]
+        found: list[list[Tensor]] = [[] for _ in wanted]
+        for sample in above:
+            for of_one, gradient in zip(found, torch.autograd.grad(result, wanted, sample, retain_graph=True), strict=True):
+                of_one.append(gradient)
+        below, *others = (torch.stack(of_one) for of_one in found)
+        return below, inputs, {name: each.flatten(1, -2) for name, each in zip(outputs, others, strict=True)}
+
+    def _call(self, index: int, layer: nn.Module, hidden: Tensor) -> Tensor:
         args, kwargs = self._calls[index]
-        with torch.inference_mode():
-            output = layer(hidden, *args, **kwargs)
+        output = layer(hidden, *args, **kwargs)
         return output[0] if isinstance(output, tuple) else output
 
     def linears(self, index: int, layer: nn.Module) -> dict[str, tuple[nn.Module, str]]:
@@ -195,21 +226,76 @@ class Streamer:
         Yields:
             [chunks * length, columns] fp32; the columns are the same for every source of a model.
         """
+        own = self._head_module()
+        # Not held over a yield: two generators that take turns would leave the mode in another order than they enter it.
+        with torch.no_grad():
+            x = self._final_norm(source)(hidden).flatten(0, 1)
+            x = fake_quantize(x, blocks[own]) if own in blocks else x
+        for _, weight in self._head_parts(source):
+            with torch.no_grad():
+                weight = fake_quantize_weight(weight, blocks[own]) if own in blocks else weight
+                part = self._capped(x @ weight.T)
+            yield part
+
+    def sampled_gradients(self, source: Source, hidden: Tensor, samples: int) -> Tensor:
+        """Gradients of the log-probability of a next token, drawn by the model, with respect to the last layer's output.
+
+        Args:
+            source: where final norm and lm_head are.
+            hidden: [chunks, length, hidden] fp32.
+            samples: how many tokens to draw at every position.
+
+        Returns:
+            [samples, chunks, length, hidden] fp32.
+        """
+        generator = torch.Generator().manual_seed(_SEED)
+        hidden = hidden.detach().requires_grad_()
+        with torch.enable_grad():
+            normed = self._final_norm(source)(hidden).flatten(0, 1)
+        x = normed.detach().requires_grad_()
+        mass = torch.full((len(x), 1), -float("inf"))
+        highest, drawn = torch.full((samples, len(x)), -float("inf")), torch.zeros(samples, len(x), dtype=torch.int64)
+        with torch.no_grad():
+            for first, weight in self._head_parts(source):
+                logits = self._capped(x @ weight.T)
+                mass = torch.logaddexp(mass, logits.logsumexp(dim=1, keepdim=True))
+                for i in range(samples):
+                    # The largest of logits with Gumbel noise is a draw from their softmax.
+                    noise = torch.empty_like(logits).exponential_(generator=generator).log_()
+                    value, column = (logits - noise).max(dim=1)
+                    drawn[i] = torch.where(value > highest[i], first + column, drawn[i])
+                    highest[i] = torch.maximum(value, highest[i])
+        gradients = torch.zeros(samples, *x.shape)
+        for first, weight in self._head_parts(source):
+            with torch.enable_grad():
+                logits = self._capped(x @ weight.T)
+            slope = -(logits.detach() - mass).exp()
+            for i in range(samples):
+                inside = ((drawn[i] >= first) & (drawn[i] < first + len(weight))).nonzero()[:, 0]
+                of_one = slope.index_put((inside, drawn[i][inside] - first), torch.ones(1), accumulate=True)
+                gradients[i] += torch.autograd.grad(logits, x, of_one, retain_graph=True)[0]
+        return torch.stack([torch.autograd.grad(normed, hidden, each, retain_graph=True)[0] for each in gradients])
+
+    def _final_norm(self, source: Source) -> nn.Module:
         norm = copy.deepcopy(self._decoder.norm)
         norm.load_state_dict({"weight": _whole(source, f"{self.model.norm}.weight")}, assign=True)
+        return norm
+
+    def _head_module(self) -> str:
+        return lm_head_of(self.model.embedding)
+
+    def _head_parts(self, source: Source) -> Iterator[tuple[int, Tensor]]:
+        """(first row, rows of the lm_head's weight in fp32)."""
         # Tied or not as `source` says: it may have been untied since.
-        own = f"{lm_head_of(self.model.embedding)}.weight"
+        own = f"{self._head_module()}.weight"
         stored = self.model.head or (own if _is_computed(source, own) else self.model.embedding)
-        block = blocks.get(module_of(own))
         info = source.tensors[stored]
         rows = max(1, _HEAD_PART_BYTES // (4 * info.shape[1]))
-        with torch.inference_mode():
-            x = norm(hidden).flatten(0, 1)
-            x = x if block is None else fake_quantize(x, block)
-            for start in range(0, info.shape[0], rows):
-                weight = source.rows(stored, start, min(start + rows, info.shape[0])).float()
-                part = x @ (weight if block is None else fake_quantize_weight(weight, block)).T
-                yield (part / self._softcap).tanh() * self._softcap if self._softcap else part
+        for start in range(0, info.shape[0], rows):
+            yield start, source.rows(stored, start, min(start + rows, info.shape[0])).float()
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        return (logits / self._softcap).tanh() * self._softcap if self._softcap else logits
 
     def _load(self, source: Source, index: int) -> nn.Module:
         layer = copy.deepcopy(self._decoder.layers[index])
@@ -237,21 +323,22 @@ class Streamer:
 
 
 @contextmanager
-def recorded_inputs(layer: nn.Module, linears: dict[str, tuple[nn.Module, str]]) -> Iterator[dict[str, Tensor]]:
-    """While the block runs, collects the inputs of linear layers: name -> [tokens, K]."""
+def recorded(
+    layer: nn.Module, linears: dict[str, tuple[nn.Module, str]]
+) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """While the block runs, collects inputs [tokens, K] and outputs, as they are, of linear layers by name."""
     inputs: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
 
     def hook_for(name: str) -> Any:
-        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            inputs[name] = args[0].detach().reshape(-1, args[0].shape[-1])
+        def hook(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            inputs[name], outputs[name] = args[0].detach().reshape(-1, args[0].shape[-1]), output
 
         return hook
 
-    handles = [
-        parent.get_submodule(last).register_forward_pre_hook(hook_for(name)) for name, (parent, last) in linears.items()
-    ]
+    handles = [parent.get_submodule(last).register_forward_hook(hook_for(name)) for name, (parent, last) in linears.items()]
     try:
-        yield inputs
+        yield inputs, outputs
     finally:
         for handle in handles:
             handle.remove()
