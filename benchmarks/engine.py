@@ -14,7 +14,6 @@ benchmarks/results/engine-<gpu>-<date>.json, and beside it a table (.md) and, wh
 """
 
 import argparse
-import contextlib
 import json
 import os
 import random
@@ -24,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,8 +38,8 @@ MAX_CRASHES = 2
 # KV cache of engines that start together, in tokens: 128 sequences of 288, 32 prompts of 1,024.
 TOGETHER_KV_TOKENS = 45056
 
-# Files by which a process says that its engine stands, and is told to measure.
-READY, GO = "ready", "go"
+# Files by which a process says that its engine stands, is told to measure, and says what it has measured.
+READY, GO, CELLS = "ready", "go", "cells.jsonl"
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -136,6 +135,10 @@ class Job:
     runs: int
     engine: dict
 
+    @property
+    def name(self) -> str:
+        return f"{self.model} {self.mode} tp {self.tp}"
+
     def cells(self) -> list[tuple[str, int]]:
         of = {"prefill": self.prefill_batches}
         return [(phase, batch) for phase in self.phases for batch in of.get(phase, self.batches)]
@@ -208,44 +211,56 @@ def child(folder: Path) -> None:
         **job["engine"],
     )
     start_s = round(time.perf_counter() - start, 1)
-    (folder / READY).touch()
-    while job["waits"] and not (folder / GO).exists():
-        time.sleep(0.1)
+    if job["waits"]:
+        wait_for_turn(folder)
     for phase, batch in job["cells"]:
         cell = {"phase": phase, "batch": batch, **measure(llm, phase, batch, job["runs"], job["vocab"])}
         cell |= {"start_s": start_s, "peak_bytes": max(llm.collective_rpc(peak_bytes))}
-        with (folder / "cells.jsonl").open("a") as file:
-            file.write(json.dumps(cell) + "\n")
+        append(folder, cell)
     llm.llm_engine.engine_core.shutdown()
     # vLLM's CPU build can abort while it is taken down; all is measured by now.
     os._exit(0)
 
 
-class Engine(AbstractContextManager):
-    """A process that starts an engine and then, at once or when told to `go`, measures cells."""
+def wait_for_turn(folder: Path) -> None:
+    """Say that the engine stands, and return when it is to measure."""
+    (folder / READY).touch()
+    while not (folder / GO).exists():
+        time.sleep(0.1)
 
-    def __init__(self, job: Job, cells: list[tuple[str, int]], log: Path, waits: bool = False) -> None:
-        mode = MODES[job.mode]
-        config = MODELS[job.model] | mode.config
+
+def append(folder: Path, cell: dict) -> None:
+    """Say what was measured."""
+    with (folder / CELLS).open("a") as file:
+        file.write(json.dumps(cell) + "\n")
+
+
+class Engine(AbstractContextManager):
+    """A process in which a benchmark starts an engine and then, at once or when told to, measures cells.
+
+    Args:
+        script: the benchmark; it is run with `--child FOLDER`, where config.json and job.json are, and appends its cells to
+            the file CELLS there.
+        config: content of config.json.
+        job: content of job.json.
+        env: variables beside those of this process.
+        log: file to which what it says is appended.
+    """
+
+    def __init__(self, script: str, config: dict, job: dict, env: dict[str, str], log: Path) -> None:
         self._tmp = tempfile.TemporaryDirectory()
         self._folder = Path(self._tmp.name)
         (self._folder / "config.json").write_text(json.dumps(config))
-        engine = mode.engine | job.engine
-        if waits:
-            # By size: each would take what the others leave.
-            token_bytes = 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] // job.tp
-            engine = {"kv_cache_memory_bytes": TOGETHER_KV_TOKENS * token_bytes, "gpu_memory_utilization": 0.05} | engine
-        about = {"tp": job.tp, "cells": cells, "runs": job.runs, "vocab": config["vocab_size"], "waits": waits}
-        (self._folder / "job.json").write_text(json.dumps(about | {"engine": engine}))
-        # The functions that the workers are sent are pickled.
-        env = os.environ | {"VLLM_W8A8_ENABLE": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} | mode.env
-        command = [sys.executable, __file__, "--child", self._tmp.name]
+        (self._folder / "job.json").write_text(json.dumps(job))
+        command = [sys.executable, script, "--child", self._tmp.name]
         with log.open("a") as output:
             # A session of its own, to end its workers with it.
-            self._process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+            self._process = subprocess.Popen(
+                command, env=os.environ | env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
 
     def __exit__(self, *error: object) -> None:
-        with contextlib.suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._tmp.cleanup()
@@ -263,9 +278,24 @@ class Engine(AbstractContextManager):
         """
         (self._folder / GO).touch()
         code = self._process.wait()
-        path = self._folder / "cells.jsonl"
+        path = self._folder / CELLS
         measured = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         return measured, code == 0
+
+
+def start(job: Job, cells: list[tuple[str, int]], log: Path, waits: bool = False) -> Engine:
+    """The process of a job; `waits`: until it is told to measure."""
+    mode = MODES[job.mode]
+    config = MODELS[job.model] | mode.config
+    engine = mode.engine | job.engine
+    if waits:
+        # By size: each would take what the others leave.
+        token_bytes = 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] // job.tp
+        engine = {"kv_cache_memory_bytes": TOGETHER_KV_TOKENS * token_bytes, "gpu_memory_utilization": 0.05} | engine
+    about = {"tp": job.tp, "cells": cells, "runs": job.runs, "vocab": config["vocab_size"], "waits": waits, "engine": engine}
+    # The functions that the workers are sent are pickled.
+    env = {"VLLM_W8A8_ENABLE": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} | mode.env
+    return Engine(__file__, config, about, env, log)
 
 
 def key(cell: dict) -> tuple:
@@ -284,7 +314,7 @@ def run_together(jobs: list[Job], result: dict, out: Path, logs: Path) -> None:
         engines = []
         for job in jobs:
             if left := missing(job, result):
-                engines.append((job, stack.enter_context(Engine(job, left, log_of(job, logs), waits=True))))
+                engines.append((job, stack.enter_context(start(job, left, log_of(job, logs), waits=True))))
         for _, engine in engines:
             engine.wait_until_started()
         for job, engine in engines:
@@ -297,7 +327,7 @@ def run(job: Job, result: dict, out: Path, logs: Path) -> None:
         left = missing(job, result)
         if not left:
             return
-        with Engine(job, left, log_of(job, logs)) as engine:
+        with start(job, left, log_of(job, logs)) as engine:
             add(job, result, out, logs, *engine.measure())
     crashes = crashes_of(job, result)
     result.setdefault("failed", []).append({"model": job.model, "mode": job.mode, "tp": job.tp, "crashes": crashes})
@@ -310,19 +340,19 @@ def log_of(job: Job, logs: Path) -> Path:
 
 def crashes_of(job: Job, result: dict) -> int:
     """How often an engine of this job has ended with an error."""
-    return result.get("crashes", {}).get(f"{job.model} {job.mode} tp {job.tp}", 0)
+    return result.get("crashes", {}).get(job.name, 0)
 
 
 def add(job: Job, result: dict, out: Path, logs: Path, measured: list[dict], well: bool) -> None:
     """Write what one engine has measured, and how it ended."""
-    name, crashes = f"{job.model} {job.mode} tp {job.tp}", crashes_of(job, result)
+    crashes = crashes_of(job, result)
     for cell in measured:
         where = {"model": job.model, "mode": job.mode, "tp": job.tp, "crashes": crashes}
         result["cells"].append(where | cell)
-        print(f"{name} {cell['phase']} {cell['batch']}: {cell['tokens_per_s']:,.0f} tokens/s", flush=True)
+        print(f"{job.name} {cell['phase']} {cell['batch']}: {cell['tokens_per_s']:,.0f} tokens/s", flush=True)
     if not well:
-        result.setdefault("crashes", {})[name] = crashes + 1
-        print(f"{name}: the engine ended with an error, see {log_of(job, logs)}", flush=True)
+        result.setdefault("crashes", {})[job.name] = crashes + 1
+        print(f"{job.name}: the engine ended with an error, see {log_of(job, logs)}", flush=True)
     write(result, out)
 
 

@@ -10,20 +10,18 @@ Writes benchmarks/results/step-<gpu>-<date>.json.
 """
 
 import argparse
+import itertools
 import json
 import os
-import subprocess
-import sys
-import tempfile
 import time
 from collections import defaultdict
+from contextlib import ExitStack
 from pathlib import Path
 
-from engine import DECODE_PROMPT_TOKENS, MODELS, MODES, PROMPT_TOKENS
+from engine import DECODE_PROMPT_TOKENS, MODELS, MODES, PROMPT_TOKENS, Engine, append, wait_for_turn
 from gpu_timing import RESULTS, provenance
 
 WARM_STEPS = 8
-READY, GO, CELLS = "ready", "go", "cells.json"
 
 
 def profiled_step(engine) -> dict:
@@ -70,18 +68,14 @@ def child(folder: Path) -> None:
         async_scheduling=False,  # a step returns when its kernels are done
         **job["engine"],
     )
-    (folder / READY).touch()
-    while not (folder / GO).exists():
-        time.sleep(0.1)
-    engine, cells = llm.llm_engine, []
+    wait_for_turn(folder)
+    engine, names = llm.llm_engine, itertools.count()
 
-    def add(count: int, length: int, tokens: int) -> list[str]:
+    def add(count: int, length: int, tokens: int) -> None:
         sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0.0, detokenize=False)
-        names = [f"{len(cells)} {time.monotonic_ns()} {i}" for i in range(count)]
-        for i, name in enumerate(names):
+        for i in range(count):
             prompt = [(i * 7919 + j * 104729) % (job["vocab"] - 1) + 1 for j in range(length)]
-            engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
-        return names
+            engine.add_request(str(next(names)), {"prompt_token_ids": prompt}, sampling)
 
     def finish() -> None:
         while engine.has_unfinished_requests():
@@ -91,14 +85,13 @@ def child(folder: Path) -> None:
         add(batch, DECODE_PROMPT_TOKENS, 64)
         for _ in range(WARM_STEPS):
             engine.step()
-        cells.append({"phase": "decode", "batch": batch} | profiled_step(engine))
+        append(folder, {"phase": "decode", "batch": batch} | profiled_step(engine))
         finish()
     for _ in range(2):  # the first time warms up
         add(job["prefill"] // PROMPT_TOKENS, PROMPT_TOKENS, 1)
         cell = {"phase": "prefill", "tokens": job["prefill"]} | profiled_step(engine)
         finish()
-    cells.append(cell)
-    (folder / CELLS).write_text(json.dumps(cells))
+    append(folder, cell)
     os._exit(0)
 
 
@@ -122,29 +115,22 @@ def main() -> None:
     logs = out.with_suffix(".logs")
     logs.mkdir(exist_ok=True)
     cells = []
-    with tempfile.TemporaryDirectory() as tmp:
-        running = []
-        for model in args.models:
-            for mode in args.modes:
-                folder = Path(tmp, f"{model}-{mode}")
-                folder.mkdir()
-                config = MODELS[model] | MODES[mode].config | {"num_hidden_layers": args.layers}
-                (folder / "config.json").write_text(json.dumps(config))
-                job = {"engine": MODES[mode].engine, "vocab": config["vocab_size"]}
-                (folder / "job.json").write_text(json.dumps(job | {"decode": args.decode, "prefill": args.prefill}))
-                env = os.environ | {"VLLM_W8A8_ENABLE": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | MODES[mode].env
-                with (logs / f"{folder.name}.log").open("w") as log:
-                    command = [sys.executable, __file__, "--child", str(folder)]
-                    running.append((model, mode, folder, subprocess.Popen(command, env=env, stdout=log, stderr=log)))
-        for _, _, folder, process in running:
-            while process.poll() is None and not (folder / READY).exists():
-                time.sleep(0.1)
-        for model, mode, folder, process in running:
-            (folder / GO).touch()
-            if process.wait() or not (folder / CELLS).exists():
-                print(f"{model} {mode} failed, see {logs / folder.name}.log")
-                continue
-            for cell in json.loads((folder / CELLS).read_text()):
+    with ExitStack() as stack:
+        engines = []
+        for model, mode in itertools.product(args.models, args.modes):
+            config = MODELS[model] | MODES[mode].config | {"num_hidden_layers": args.layers}
+            job = {"engine": MODES[mode].engine, "vocab": config["vocab_size"]}
+            job |= {"decode": args.decode, "prefill": args.prefill}
+            env = {"VLLM_W8A8_ENABLE": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | MODES[mode].env
+            log = logs / f"{model}-{mode}.log"
+            engines.append((model, mode, log, stack.enter_context(Engine(__file__, config, job, env, log))))
+        for *_, engine in engines:
+            engine.wait_until_started()
+        for model, mode, log, engine in engines:
+            measured, well = engine.measure()
+            if not well:
+                print(f"{model} {mode}: the engine ended with an error, see {log}")
+            for cell in measured:
                 cells.append({"model": model, "mode": mode, "layers": args.layers} | cell)
                 size = cell.get("batch", cell.get("tokens"))
                 print(

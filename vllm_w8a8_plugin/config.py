@@ -352,17 +352,13 @@ def check_head_dtype() -> None:
 
 def _current_model_config() -> Any:
     """vLLM's config of the model that is being built; None for a layer by itself."""
-    from vllm.config import get_current_vllm_config_or_none
-
-    vllm_config = get_current_vllm_config_or_none()
+    vllm_config = compat.current_vllm_config()
     return None if vllm_config is None else vllm_config.model_config
 
 
 def fuse_when_compiled() -> None:
     """Install the compile pass for the model that is being built: its layers are built before vLLM sets up compilation."""
-    from vllm.config import get_current_vllm_config_or_none
-
-    vllm_config = get_current_vllm_config_or_none()
+    vllm_config = compat.current_vllm_config()
     if vllm_config is None:
         return  # a layer by itself
     problem = compat.fusion_problem()

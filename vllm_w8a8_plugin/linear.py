@@ -192,10 +192,7 @@ class W8A8OnlineLinearMethod(W8A8LinearMethod):
             super().process_weights_after_loading(layer)
             return
         self._all_built()
-        amax = layer.w8a8_amax
-        if amax is not None:
-            amax = amax.to(layer.weight.device)  # an offloaded weight is on the CPU while it is loaded
-        codes, scale = quantize_weight(layer.weight.data, amax, layer.w8a8_hadamard)
+        codes, scale = quantize_weight(layer.weight.data, layer.w8a8_amax, layer.w8a8_hadamard)
         layer.w8a8_amax = None
         replace_parameter(layer, "weight", codes)
         replace_parameter(layer, "weight_scale", scale)

@@ -117,27 +117,10 @@ class W8A8TiedEmbeddingMethod(UnquantizedEmbeddingMethod):
         # Not a child of the layer: vLLM would look for its tensors in the checkpoint, and put old ones back when it reloads.
         self._copy = torch.nn.Module()
 
-    def create_weights(
-        self,
-        layer: torch.nn.Module,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs,
-    ) -> None:
-        """As for an unquantized embedding: `weight` [V, K] in params_dtype."""
-        super().create_weights(
-            layer,
-            input_size_per_partition,
-            output_partition_sizes,
-            input_size,
-            output_size,
-            params_dtype,
-            **extra_weight_attrs,
-        )
-        self.prepare(input_size, params_dtype)
+    def create_weights(self, layer: torch.nn.Module, *sizes_and_dtype, **extra_weight_attrs) -> None:
+        """As for an unquantized embedding: `weight` [V, K], whole rows on every rank."""
+        super().create_weights(layer, *sizes_and_dtype, **extra_weight_attrs)
+        self.prepare(layer.weight.shape[1], layer.weight.dtype)
 
     def prepare(self, K: int, params_dtype: torch.dtype) -> None:
         """Make the copy ready for a weight of K columns, and for activations of params_dtype."""

@@ -204,10 +204,7 @@ class W8A8OnlineMoEMethod(W8A8MoEMethod):
             codes = torch.empty_like(weight, dtype=torch.int8)
             scale = torch.empty(*weight.shape[:2], 1, dtype=torch.float32, device=weight.device)
             for expert in range(weight.shape[0]):
-                rows = amax.get(expert)
-                if rows is not None:
-                    rows = rows.to(weight.device)  # an offloaded weight is on the CPU while it is loaded
-                codes[expert], scale[expert] = quantize_weight(weight[expert], rows, block)
+                codes[expert], scale[expert] = quantize_weight(weight[expert], amax.get(expert), block)
             replace_parameter(layer, f"{name}_weight", codes)
             replace_parameter(layer, f"{name}_weight_scale", scale)
         layer.w8a8_amax = {}

@@ -9,7 +9,7 @@ import time
 from weakref import WeakKeyDictionary
 
 import torch
-from vllm.config import VllmConfig, get_current_vllm_config_or_none
+from vllm.config import VllmConfig
 
 from vllm_w8a8_plugin import compat, log
 from w8a8_kernels.compilation import compilations, warm_up_experts, warm_up_linear
@@ -38,7 +38,7 @@ class Warmup:
             fused: whether the layer is in a graph, where its quantizer may be fused. Logits are not; with prompt_logprobs they
                 have as many rows as other layers, without as many as there are sequences.
         """
-        vllm_config = get_current_vllm_config_or_none()
+        vllm_config = compat.current_vllm_config()
         if vllm_config is not None:
             # To the end of the bucket: with sequence parallelism vLLM pads a batch to a multiple of the ranks.
             most = bucket_of(vllm_config.scheduler_config.max_num_batched_tokens)

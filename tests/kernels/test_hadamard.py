@@ -157,6 +157,13 @@ def test_streamed_rows_equal_their_references(
     check(op, 11, K, block, dtype, device, config=config, stream_sms=programs)
 
 
+def test_streamed_rows_take_no_maximum() -> None:
+    row = pytest.importorskip("w8a8_kernels.quantize.row")
+    config = StreamConfig(1024, 1, num_warps=4, num_stages=3, per_sm=1)
+    with pytest.raises(ValueError, match="expected a QuantizeConfig"):
+        row.quantize_row(torch.zeros(2, 1024, dtype=torch.float16), 64, torch.ones(2, 1), config=config, stream_sms=2)
+
+
 @pytest.mark.parametrize("op", STREAM_OPS)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_streaming_rule(op: str, block: int) -> None:

@@ -165,6 +165,14 @@ def _transform_config(M: int, block_k: int, dtype: torch.dtype, held: int, hadam
     return QuantizeConfig(rows, block_k, min(max(rows * block_k // (32 * elements_per_thread), least_warps), 16))
 
 
+def row_config(
+    M: int, K: int, dtype: torch.dtype, hadamard: int, op: str, *, held: int = 1, streams: bool
+) -> QuantizeConfig | StreamConfig:
+    """`stream_config` where rows may be streamed and it has a tile, else `quantize_config`; arguments as there."""
+    streamed = stream_config(M, K, dtype, hadamard, op) if streams else None
+    return streamed or quantize_config(M, K, dtype, held, hadamard)
+
+
 def quantize_variants(K: int, dtype: torch.dtype, held: int = 1, hadamard: int = 0) -> dict[int, QuantizeConfig]:
     """Every tile that rows of length K can get: the smallest M that gets it -> the tile of `quantize_config`.
 

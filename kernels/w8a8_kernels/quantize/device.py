@@ -200,6 +200,23 @@ def store_scale(scale_ptr, b_stored_scale, M, ROWS: tl.constexpr):
 
 
 @triton.jit
+def load_sum(x_ptr, residual_ptr, o_m, o_k, mask, x_row_stride, residual_row_stride, HAS_RESIDUAL: tl.constexpr):
+    """Tile of x, or of x + residual rounded to x's dtype."""
+    b_x = tl.load(x_ptr + o_m * x_row_stride + o_k, mask=mask, other=0.0)
+    if HAS_RESIDUAL:
+        b_residual = tl.load(residual_ptr + o_m * residual_row_stride + o_k, mask=mask, other=0.0)
+        b_x = round_to(b_x.to(tl.float32) + b_residual.to(tl.float32), b_x.dtype)
+    return b_x
+
+
+@triton.jit
+def square_sum(b_x):
+    """Sum of the squares of each row of b_x [ROWS, BLOCK_K], fp32 [ROWS]."""
+    b_x = b_x.to(tl.float32)
+    return tl.sum(b_x * b_x, axis=1)
+
+
+@triton.jit
 def reciprocal_rms(b_square_sum, K, eps):
     """1 / sqrt(b_square_sum / K + eps)."""
     # Correctly rounded, unlike rsqrt, which is an approximation on a GPU: the reference gets the same bits from equal sums.

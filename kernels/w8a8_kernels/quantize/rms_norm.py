@@ -4,17 +4,18 @@ import torch
 import triton
 import triton.language as tl
 
-from w8a8_kernels.quantize.config import QuantizeConfig, StreamConfig, quantize_config, stream_config
+from w8a8_kernels.quantize.config import QuantizeConfig, StreamConfig, row_config
 from w8a8_kernels.quantize.device import (
     amax_bits,
     chain_launches,
     encode,
     hadamard_signs,
+    load_sum,
     normalize,
     reciprocal_rms,
-    round_to,
     row_reciprocal,
     row_scale,
+    square_sum,
     store_scale,
     tile_offsets,
     transform,
@@ -22,22 +23,6 @@ from w8a8_kernels.quantize.device import (
 from w8a8_kernels.quantize.row import kernel_options
 from w8a8_kernels.quantize.stream import launch_stream
 from w8a8_kernels.quantize.tensors import empty_codes, row_stride, unit_rows
-
-
-@triton.jit
-def load_sum(x_ptr, residual_ptr, o_m, o_k, mask, x_row_stride, residual_row_stride, HAS_RESIDUAL: tl.constexpr):
-    """Tile of x, or of x + residual rounded to x's dtype."""
-    b_x = tl.load(x_ptr + o_m * x_row_stride + o_k, mask=mask, other=0.0)
-    if HAS_RESIDUAL:
-        b_residual = tl.load(residual_ptr + o_m * residual_row_stride + o_k, mask=mask, other=0.0)
-        b_x = round_to(b_x.to(tl.float32) + b_residual.to(tl.float32), b_x.dtype)
-    return b_x
-
-
-@triton.jit
-def square_sum(b_x):
-    b_x = b_x.to(tl.float32)
-    return tl.sum(b_x * b_x, axis=1)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -145,9 +130,8 @@ def _launch(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     x = unit_rows(x)
     M, K = x.shape
-    if config is None and stream_sms:
-        config = stream_config(M, K, x.dtype, hadamard, "rms_norm" if residual is None else "add_rms_norm")
-    config = config or quantize_config(M, K, x.dtype, held=2, hadamard=hadamard)
+    op = "rms_norm" if residual is None else "add_rms_norm"
+    config = config or row_config(M, K, x.dtype, hadamard, op, held=2, streams=stream_sms > 0)
     codes, scale = empty_codes(M, K, x.device)
     summed = None
     if residual is not None:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from w8a8_kernels.launch import launch_options
-from w8a8_kernels.quantize.config import QuantizeConfig, StreamConfig, quantize_config, stream_config
+from w8a8_kernels.quantize.config import QuantizeConfig, StreamConfig, quantize_config, row_config
 from w8a8_kernels.quantize.device import (
     amax_bits,
     chain_launches,
@@ -128,7 +128,7 @@ def quantize_row(
         x: [M, K], bf16, fp16 or fp32; rows of any stride (other columns than neighbouring ones are copied first).
         hadamard: as in `quantize_reference`.
         amax: [M, 1] fp32, as in `quantize_reference`, of parts in x's dtype.
-        config: tile; default: `stream_config` where that has one, else `quantize_config`.
+        config: tile; default: `row_config`. Streamed rows find their own maximum.
         tensor_cores: whether the transform may use those, see `transforms_on_tensor_cores`.
         stream_sms: multiprocessors of a GPU on which many rows are streamed (see `w8a8_kernels.quantize.stream`), else 0.
         pdl: programmatic dependent launch (capability 9.0 and newer): start while the kernel before is still running.
@@ -136,10 +136,18 @@ def quantize_row(
     Returns:
         codes [M, K] int8 and scale [M, 1] fp32.
     """
-    codes, scale = empty_codes(*x.shape, x.device)
+    M, K = x.shape
+    codes, scale = empty_codes(M, K, x.device)
+    # Triton 3.6 cannot compile a streamed row whose maximum is given.
+    config = config or row_config(M, K, x.dtype, hadamard, "quantize", streams=stream_sms > 0 and amax is None)
+    if isinstance(config, StreamConfig):
+        if amax is not None:
+            raise ValueError(f"quantize_row: got amax and {config}, expected a QuantizeConfig")
+        if M > 0:
+            launch_stream(codes, scale, unit_rows(x), K, hadamard, config, num_sms=stream_sms, pdl=pdl)
+        return codes, scale
     bits = None if amax is None else amax.contiguous().view(torch.int32)
-    found = "own" if amax is None else "given"
-    _launch(codes, scale, bits, x, hadamard, config, tensor_cores, stream_sms, pdl, found)
+    _launch(codes, scale, bits, x, hadamard, config, tensor_cores, pdl, AMAX="own" if amax is None else "given")
     return codes, scale
 
 
@@ -147,7 +155,7 @@ def quantize_amax_row(
     x: torch.Tensor,
     hadamard: int = 0,
     *,
-    config: QuantizeConfig | StreamConfig | None = None,
+    config: QuantizeConfig | None = None,
     tensor_cores: bool = True,
     pdl: bool = False,
 ) -> torch.Tensor:
@@ -155,7 +163,8 @@ def quantize_amax_row(
     amax = torch.empty((x.shape[0], 1), dtype=torch.float32, device=x.device)
     # With it, ptxas spills 104 bytes for one row in blocks of 128 on sm_90 and newer (Triton 3.9).
     pdl = pdl and hadamard != 128
-    _launch(None, None, amax.view(torch.int32), x, hadamard, config, tensor_cores, 0, pdl, "only")
+    config = config or quantize_config(*x.shape, x.dtype, hadamard=hadamard)
+    _launch(None, None, amax.view(torch.int32), x, hadamard, config, tensor_cores, pdl, AMAX="only")
     return amax
 
 
@@ -165,30 +174,22 @@ def _launch(
     amax_bits: torch.Tensor | None,
     x: torch.Tensor,
     hadamard: int,
-    config: QuantizeConfig | StreamConfig | None,
+    config: QuantizeConfig,
     tensor_cores: bool,
-    stream_sms: int,
     pdl: bool,
-    amax: str,
+    AMAX: str,
 ) -> None:
     x = unit_rows(x)
     M, K = x.shape
-    if config is None and stream_sms and amax == "own":  # Triton 3.6 cannot compile a streamed row whose maximum is given
-        config = stream_config(M, K, x.dtype, hadamard)
-    config = config or quantize_config(M, K, x.dtype, hadamard=hadamard)
-    if M == 0:
-        return
-    if isinstance(config, StreamConfig):
-        launch_stream(codes, scale, x, K, hadamard, config, num_sms=stream_sms, pdl=pdl)
-        return
-    quantize_row_kernel[(triton.cdiv(M, config.rows),)](
-        codes,
-        scale,
-        amax_bits,
-        x,
-        M,
-        K,
-        row_stride(x),
-        **kernel_options(config, K, hadamard, tensor_cores, pdl),
-        AMAX=amax,
-    )
+    if M > 0:
+        quantize_row_kernel[(triton.cdiv(M, config.rows),)](
+            codes,
+            scale,
+            amax_bits,
+            x,
+            M,
+            K,
+            row_stride(x),
+            **kernel_options(config, K, hadamard, tensor_cores, pdl),
+            AMAX=AMAX,
+        )

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from w8a8_kernels.quantize.config import QuantizeConfig, StreamConfig, quantize_config, stream_config
+from w8a8_kernels.quantize.config import QuantizeConfig, StreamConfig, row_config
 from w8a8_kernels.quantize.device import (
     amax_bits,
     chain_launches,
@@ -109,9 +109,7 @@ def silu_mul_quantize_row(
     """
     x = unit_rows(x)
     M, K = x.shape[0], x.shape[1] // 2
-    if config is None and stream_sms:
-        config = stream_config(M, K, x.dtype, hadamard, "silu_mul")
-    config = config or quantize_config(M, K, x.dtype, hadamard=hadamard)
+    config = config or row_config(M, K, x.dtype, hadamard, "silu_mul", streams=stream_sms > 0)
     codes, scale = empty_codes(M, K, x.device)
     if M == 0:
         return codes, scale

@@ -19,12 +19,13 @@ from w8a8_kernels.quantize.device import (
     chain_launches,
     encode,
     hadamard_signs,
+    load_sum,
     normalize,
     reciprocal_rms,
-    round_to,
     row_reciprocal,
     row_scale,
     silu_mul,
+    square_sum,
     transform,
 )
 from w8a8_kernels.quantize.tensors import row_stride
@@ -65,31 +66,28 @@ def quantize_stream_kernel(
     if PDL:
         chain_launches()
     TILE: tl.constexpr = BLOCKS * HADAMARD
+    HAS_RESIDUAL: tl.constexpr = residual_ptr is not None
     o_block = tl.arange(0, ROWS * BLOCKS)[:, None]
     o_row = o_block // BLOCKS  # [ROWS * BLOCKS, 1]
     o_column = o_block % BLOCKS * HADAMARD + tl.arange(0, HADAMARD)[None, :]  # [ROWS * BLOCKS, HADAMARD]
     for i_m in tl.range(tl.program_id(0) * ROWS, M, programs * ROWS, num_stages=STAGES):
         rows = tl.full((), 0, tl.int64) + i_m + o_row  # in this order: i_m has no `to` in the interpreter
-        p_x = x_ptr + rows * x_row_stride
         chunks, weights = (), ()
         for i in tl.static_range(CHUNKS):
             o_k = i * TILE + o_column
             mask = o_k < K if ROWS == 1 else (rows < M) & (o_k < K)
-            b_x = tl.load(p_x + o_k, mask=mask, other=0.0)
+            b_x = load_sum(x_ptr, residual_ptr, rows, o_k, mask, x_row_stride, residual_row_stride, HAS_RESIDUAL)
             if OP == "rms_norm":
                 weights += (tl.load(weight_ptr + o_k, mask=o_k < K, other=0.0),)
-                if residual_ptr is not None:
-                    b_residual = tl.load(residual_ptr + rows * residual_row_stride + o_k, mask=mask, other=0.0)
-                    b_x = round_to(b_x.to(tl.float32) + b_residual.to(tl.float32), b_x.dtype)
+                if HAS_RESIDUAL:
                     tl.store(sum_ptr + rows * K + o_k, b_x, mask=mask)
             elif OP == "silu_mul":
-                b_x = silu_mul(b_x, tl.load(p_x + K + o_k, mask=mask, other=0.0))
+                b_x = silu_mul(b_x, tl.load(x_ptr + rows * x_row_stride + K + o_k, mask=mask, other=0.0))
             chunks += (b_x,)
         if OP == "rms_norm":
             b_square_sum = tl.zeros([ROWS], dtype=tl.float32)
             for i in tl.static_range(CHUNKS):
-                b_x = tl.reshape(chunks[i].to(tl.float32), (ROWS, TILE))
-                b_square_sum += tl.sum(b_x * b_x, axis=1)
+                b_square_sum += square_sum(tl.reshape(chunks[i], (ROWS, TILE)))
             b_rstd = reciprocal_rms(b_square_sum, K, eps)
             if ROWS > 1:
                 b_rstd = tl.reshape(tl.broadcast_to(b_rstd[:, None], (ROWS, BLOCKS)), (ROWS * BLOCKS,))
