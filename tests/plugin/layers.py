@@ -68,6 +68,7 @@ def experts(
     torch.nn.Module.__init__(layer)
     layer.layer_name, layer.global_num_experts, layer.top_k = "model.layers.3.mlp.experts", 4, 2
     layer.apply_router_weight_on_input, layer.quant_method, layer._expert_map = False, None, None
+    layer.rocm_aiter_fmoe_enabled = False  # its expert_map asks for this on 0.27.1
     layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name = "gate_proj", "up_proj", "down_proj"
     parallel = SimpleNamespace(use_all2all_kernels=all2all, tp_size=ranks)
     layer.moe_config = SimpleNamespace(activation=activation, has_bias=has_bias, moe_parallel_config=parallel)
