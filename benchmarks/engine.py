@@ -4,9 +4,10 @@
 
 Weights are dummies, compiled code and CUDA graphs are on, as vLLM serves by default. Every model and mode has a process of its
 own, which measures all its cells; one that crashes is started again, and the crash is counted. Cells are written as they come:
-the same command goes on where it stopped. With `--together` all engines are started at once, since starting takes longer than
-measuring, and measure one after the other, the others waiting; they must fit into the GPU's memory beside each other. Writes
-benchmarks/results/engine-<gpu>-<date>.json, and beside it a table (.md) and, where matplotlib is installed, a plot (.png).
+the same command goes on where it stopped. It exits with 1 if the engines of a model and mode crashed too often. With
+`--together` all engines are started at once, since starting takes longer than measuring, and measure one after the other, the
+others waiting; they must fit into the GPU's memory beside each other. Writes benchmarks/results/engine-<gpu>-<date>.json, and
+beside it a table (.md) and, where matplotlib is installed, a plot (.png).
 
 - prefill: `batch` prompts of 1,024 tokens, one token each; prompt tokens per second. `first_token_s` is the time of that call.
 - decode: `batch` prompts of 128 tokens; tokens per second from the 32nd to the 160th token, as the difference of two calls.
@@ -321,17 +322,23 @@ def run_together(jobs: list[Job], result: dict, out: Path, logs: Path) -> None:
             add(job, result, out, logs, *engine.measure())
 
 
-def run(job: Job, result: dict, out: Path, logs: Path) -> None:
-    """Measure what `result` lacks of a job, and write it after every process."""
-    while crashes_of(job, result) <= MAX_CRASHES:
-        left = missing(job, result)
-        if not left:
-            return
+def run(job: Job, result: dict, out: Path, logs: Path) -> bool:
+    """Measure what `result` lacks of a job, and write it after every process.
+
+    Returns:
+        whether all is measured: no engine is started once more than MAX_CRASHES of the job's have crashed.
+    """
+    while left := missing(job, result):
+        crashes = crashes_of(job, result)
+        if crashes > MAX_CRASHES:
+            failed = {"model": job.model, "mode": job.mode, "tp": job.tp, "crashes": crashes}
+            if failed not in result.setdefault("failed", []):
+                result["failed"].append(failed)
+            write(result, out)
+            return False
         with start(job, left, log_of(job, logs)) as engine:
             add(job, result, out, logs, *engine.measure())
-    crashes = crashes_of(job, result)
-    result.setdefault("failed", []).append({"model": job.model, "mode": job.mode, "tp": job.tp, "crashes": crashes})
-    write(result, out)
+    return True
 
 
 def log_of(job: Job, logs: Path) -> Path:
@@ -410,25 +417,47 @@ def plot(result: dict, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main() -> None:
+def positive(text: str) -> int:
+    """An argument that is a number from 1."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number from 1")
+    return number
+
+
+def engine_arguments(text: str) -> dict:
+    """An argument that is a JSON object."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a JSON object, as '{{\"max_num_seqs\": 64}}'")
+    return value
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["qwen3-8b", "qwen3-0.6b"])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--other-modes", nargs="+", choices=MODES, help="of all models but the first; default: --modes")
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32, 128])
-    parser.add_argument("--prefill-batches", nargs="+", type=int, help="default: those of --batches")
+    parser.add_argument("--batches", nargs="+", type=positive, default=[1, 8, 32, 128])
+    parser.add_argument("--prefill-batches", nargs="+", type=positive, help="default: those of --batches")
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=["prefill", "decode"])
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--tp", type=positive, default=1)
+    parser.add_argument("--runs", type=positive, default=3)
     parser.add_argument("--together", action="store_true", help="start all engines at once")
-    parser.add_argument("--engine", type=json.loads, default={}, help="more arguments of vllm.LLM, as JSON")
+    parser.add_argument("--engine", type=engine_arguments, default={}, help="more arguments of vllm.LLM, as JSON")
     parser.add_argument("--out", type=Path, help="instead of benchmarks/results/engine-<gpu>-<date>.json")
     parser.add_argument("--commit", help="where the source tree has no git history")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         child(args.child)
-        return
+        return 0
     head = provenance(args.commit)
     out = args.out or RESULTS / f"engine-{head['gpu'].lower().replace(' ', '-')}-{head['date'][:10]}.json"
     result = head | {"cells": []}
@@ -447,11 +476,11 @@ def main() -> None:
     ]
     if args.together:
         run_together(jobs, result, out, logs)
-    for job in jobs:
-        run(job, result, out, logs)
+    complete = [run(job, result, out, logs) for job in jobs]
     plot(result, out.with_suffix(".png"))
     print(json.dumps({"result": str(out)}))
+    return 0 if all(complete) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -6,19 +6,20 @@ Model shapes and modes are those of `benchmarks/engine.py`, of which so many lay
 are on. Each engine runs in a process of its own; all are started at once, and one after the other is profiled by torch's
 profiler: a decode step of `--decode` requests after prompts of 128 tokens, and a step of `--prefill` tokens in prompts of
 1,024. `wall_us` is the step as the profiler saw it, which it makes longer; `kernels_us` the sum over its kernels.
-Writes benchmarks/results/step-<gpu>-<date>.json.
+Writes benchmarks/results/step-<gpu>-<date>.json. Exits with 1 if an engine ended with an error.
 """
 
 import argparse
 import itertools
 import json
 import os
+import sys
 import time
 from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
 
-from engine import DECODE_PROMPT_TOKENS, MODELS, MODES, PROMPT_TOKENS, Engine, append, wait_for_turn
+from engine import DECODE_PROMPT_TOKENS, MODELS, MODES, PROMPT_TOKENS, Engine, append, positive, wait_for_turn
 from gpu_timing import RESULTS, provenance
 
 WARM_STEPS = 8
@@ -95,13 +96,13 @@ def child(folder: Path) -> None:
     os._exit(0)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["qwen3-8b"])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["ours", "stock-int8"])
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--decode", type=int, nargs="+", default=[1, 32])
-    parser.add_argument("--prefill", type=int, default=8192)
+    parser.add_argument("--layers", type=positive, default=4)
+    parser.add_argument("--decode", type=positive, nargs="+", default=[1, 32])
+    parser.add_argument("--prefill", type=positive, default=8192)
     parser.add_argument("--show", type=int, default=12, help="kernels to print of each step")
     parser.add_argument("--out", type=Path, help="instead of benchmarks/results/step-<gpu>-<date>.json")
     parser.add_argument("--commit", help="where the source tree has no git history")
@@ -109,12 +110,14 @@ def main() -> None:
     args = parser.parse_args()
     if args.child:
         child(args.child)
-        return
+        return 0
+    if args.prefill < PROMPT_TOKENS:
+        parser.error(f"--prefill {args.prefill}: expected {PROMPT_TOKENS}, one prompt, or more")
     head = provenance(args.commit)
     out = args.out or RESULTS / f"step-{head['gpu'].lower().replace(' ', '-')}-{head['date'][:10]}.json"
     logs = out.with_suffix(".logs")
     logs.mkdir(exist_ok=True)
-    cells = []
+    cells, failed = [], False
     with ExitStack() as stack:
         engines = []
         for model, mode in itertools.product(args.models, args.modes):
@@ -129,6 +132,7 @@ def main() -> None:
         for model, mode, log, engine in engines:
             measured, well = engine.measure()
             if not well:
+                failed = True
                 print(f"{model} {mode}: the engine ended with an error, see {log}")
             for cell in measured:
                 cells.append({"model": model, "mode": mode, "layers": args.layers} | cell)
@@ -141,7 +145,8 @@ def main() -> None:
                     print(f"    {row['us']:10,.1f} us  {row['calls']:4} x  {row['name'][:110]}")
     out.write_text(json.dumps(head | {"cells": cells}, indent=1) + "\n")
     print(json.dumps({"result": str(out)}))
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
