@@ -61,8 +61,9 @@ class W8A8Linear(torch.nn.Module):
             row_parallel: what `"auto"` asks about the layer: whether tensor parallelism would cut its input.
 
         Raises:
-            ValueError: `hadamard` is no such choice, or the weight holds NaN or inf.
+            ValueError: `hadamard` is no such choice, or the weight holds NaN or inf, or nothing, on the meta device.
         """
+        _check_holds_values(linear.weight, "W8A8Linear.from_linear")
         block = chosen_block(parse_choice(hadamard), linear.in_features, row_parallel=row_parallel)
         codes, scale = quantize_weight(linear.weight.detach(), hadamard=block)
         module = cls(linear.in_features, linear.out_features, linear.bias, block, device="meta")
@@ -110,9 +111,12 @@ def quantize_module(model: torch.nn.Module, skip: str | Sequence[str] = DEFAULT_
         names of the replaced layers. A layer that the model holds under several names is quantized once.
 
     Raises:
+        TypeError: `model` is no module.
         ValueError: a pattern is malformed, `hadamard` is no choice, a weight cannot be quantized, as it holds NaN or inf or
             nothing, or `model` is a Linear layer itself. The model is as it was.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"quantize_module: got {model!r} of type {type(model).__name__}, expected a torch.nn.Module")
     hadamard = parse_choice(hadamard)
     if type(model) is torch.nn.Linear:
         raise ValueError(
@@ -141,6 +145,11 @@ def quantize_module(model: torch.nn.Module, skip: str | Sequence[str] = DEFAULT_
     return [name for names in groups for name in names]
 
 
+def _check_holds_values(weight: torch.Tensor, name: str) -> None:
+    if weight.is_meta:
+        raise ValueError(f"{name}: got a weight on the meta device, which holds nothing: load the model's weights first")
+
+
 def _warn_unmatched(patterns: list[str], names: list[str]) -> None:
     for pattern in patterns:
         near = difflib.get_close_matches(pattern, {name.rpartition(".")[2] for name in names})
@@ -153,8 +162,7 @@ def _checked_block(name: str, linear: torch.nn.Linear, hadamard: str | int) -> i
     shape = (linear.out_features, linear.in_features)
     if tuple(linear.weight.shape) != shape:
         raise ValueError(f"{name}: got a weight of shape {tuple(linear.weight.shape)}, expected {shape}: skip it")
-    if linear.weight.is_meta:
-        raise ValueError(f"{name}: got a weight on the meta device, which holds nothing: load the model's weights first")
+    _check_holds_values(linear.weight, name)
     block = chosen_block(hadamard, linear.in_features, row_parallel=is_row_parallel(name))
     try:
         amax = row_amax(linear.weight.detach(), block)

@@ -150,11 +150,12 @@ def _select(facts: Facts, many_rows: bool, aligned: bool, half: bool, measured: 
         if refusal is not None:
             raise ValueError(f"{KERNEL_VARIABLE}={forced} cannot run here: {refusal}. Unset it for the default.")
         return Choice(forced, f"forced by {KERNEL_VARIABLE}")
-    refusals = []
+    refusals: dict[str, list[str]] = {}  # why not -> the kernels for which that holds
     for name, (refusal, reason) in candidates.items():
         if refusal is None:
-            return Choice(name, "; ".join([reason, *refusals]))
-        refusals.append(f"not {name}: {refusal}")
+            others = [f"not {' or '.join(names)}: {why}" for why, names in refusals.items()]
+            return Choice(name, "; ".join([reason, *others]))
+        refusals.setdefault(refusal, []).append(name)
     raise AssertionError("the torch reference never refuses")
 
 

@@ -112,6 +112,15 @@ def test_refuses_what_it_cannot_replace() -> None:
     assert type(model[0]) is torch.nn.Linear
 
 
+def test_refuses_what_is_no_model() -> None:
+    with pytest.raises(TypeError, match=r"^quantize_module: got 'abc' of type str, expected a torch\.nn\.Module$"):
+        quantize_module("abc")
+    with pytest.raises(
+        ValueError, match=r"^W8A8Linear\.from_linear: got a weight on the meta device, which holds nothing: load"
+    ):
+        W8A8Linear.from_linear(torch.nn.Linear(64, 4, device="meta"))
+
+
 def test_warns_of_patterns_that_match_nothing(caplog: pytest.LogCaptureFixture) -> None:
     quantize_module(small_model())
     quantize_module(torch.nn.Sequential(linear()))  # the default's patterns may match nothing

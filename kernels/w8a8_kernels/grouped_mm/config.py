@@ -1,8 +1,16 @@
 """How a layer of experts is computed: grouping and tiles, pure functions of the shape, which need no GPU and no Triton."""
 
+import os
 from dataclasses import dataclass, replace
 
-from w8a8_kernels.select import MIN_TRITON_CAPABILITY, Choice, Facts, has_dependent_launch, select_scaled_mm
+from w8a8_kernels.select import (
+    KERNEL_VARIABLE,
+    MIN_TRITON_CAPABILITY,
+    Choice,
+    Facts,
+    has_dependent_launch,
+    select_scaled_mm,
+)
 from w8a8_kernels.tiles import MAX_SHARED_BYTES, SHARED_BYTES, SMALL_SHARED_BYTES, TMA_MEASURED, bucket_of
 
 # Shared memory of one multiprocessor that is left to the stages where programs should run beside each other.
@@ -68,8 +76,18 @@ class ExpertsPlan:
 
 
 def select_experts(facts: Facts, *, forced: str | None = None) -> Choice:
-    """Kernel for layers of experts, `triton` or `torch`, and the reason. Arguments and errors as in `select_scaled_mm`."""
+    """Kernel for layers of experts, `triton` or `torch`, and the reason. Arguments as in `select_scaled_mm`.
+
+    Raises:
+        ValueError: as `select_scaled_mm`; and onednn is forced, which has no product of many experts.
+    """
+    forced = forced or os.environ.get(KERNEL_VARIABLE)
     choice = select_scaled_mm(facts, forced=forced)
+    if forced == "onednn":
+        raise ValueError(
+            f"{KERNEL_VARIABLE}=onednn cannot run mixture-of-experts layers: on CPUs they run on torch, on GPUs on triton. "
+            "Unset it: other layers run on onednn by default where it is there"
+        )
     if choice.kernel == "torch":
         return choice
     if facts.capability is None:
