@@ -2,17 +2,19 @@
 
 import json
 import mmap
+import os
 import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import torch
 from torch import Tensor
 
-from w8a8_converters.errors import ConversionError
+from w8a8_converters.errors import BrokenFileError, ConversionError
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -36,14 +38,18 @@ _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safete
 _NOT_THE_MODEL = ("consolidated", "adapter_model", "training_args", "optimizer")
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".ot", ".tflite"}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+# Those that the package `quantized` reads.
+_DEQUANTIZED_METHODS = ("awq", "compressed-tensors", "fp8", "gptq")
 _SIDE_FILE_LIMIT = 256 * 1000**2
+_HEADER_LIMIT = 100 * 1000**2  # of the safetensors format itself
 
 
 @dataclass(frozen=True)
 class TensorInfo:
     """A tensor of a source: its name in the Hugging Face checkpoint, what `rows` returns, what it takes on disk.
 
-    Where it is `computed`, `rows` returns fp32, and `dtype` is that of the tensors it was computed from.
+    Where it is `computed`, `rows` returns fp32, and `dtype` is that of the tensors it was computed from. Where it
+    `keeps_dtype`, it is written in that, whatever the config says of the model's.
     """
 
     name: str
@@ -51,6 +57,7 @@ class TensorInfo:
     dtype: torch.dtype
     nbytes: int
     computed: bool = False
+    keeps_dtype: bool = False
 
     @property
     def n_rows(self) -> int:
@@ -84,55 +91,86 @@ class SafetensorsFile:
     """One safetensors file: header parsed and held against the file's size, data mapped on first use.
 
     Raises:
-        ConversionError: the file is missing, short, too long, or its header is malformed.
+        BrokenFileError: the file is missing, short, too long, or its header is malformed.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._map: mmap.mmap | None = None
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            header_size = int.from_bytes(file.read(8), "little")
-            if size < 8 or header_size > size - 8:
-                raise ConversionError(
-                    f"{path} is truncated: its header needs {8 + header_size:,} bytes, the file has {size:,}; copy it again"
-                )
-            try:
-                header = json.loads(file.read(header_size), object_pairs_hook=_no_duplicates)
-            except ValueError as error:
-                raise ConversionError(f"{path} has no valid safetensors header: {error}; copy it again") from None
-        header.pop("__metadata__", None)
-        self._data_start = 8 + header_size
+        try:
+            size = path.stat().st_size
+            with path.open("rb") as file:
+                header, self._data_start = self._read_header(file, size)
+        except OSError as error:
+            raise BrokenFileError(f"{path} cannot be read: {error.strerror}; copy it again") from None
         self._begin: dict[str, int] = {}
         self.tensors: dict[str, TensorInfo] = {}
-        end_of_data = 0
+        ends: dict[str, int] = {}
         for name, entry in header.items():
-            try:
-                dtype_name, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-            except (KeyError, TypeError, ValueError):
-                raise ConversionError(f"{path}: header entry of tensor {name} is malformed: {entry!r}") from None
-            if dtype_name not in DTYPES:
-                raise ConversionError(
-                    f"{path}: tensor {name} has unknown dtype {dtype_name}; known are {', '.join(DTYPES)}: "
-                    "convert from the original bf16, fp16 or fp32 checkpoint"
+            if not name.isprintable():
+                raise BrokenFileError(f"{path}: the name of tensor {name[:60]!r} holds control characters; copy it again")
+            self.tensors[name], self._begin[name], ends[name] = self._read_entry(name, entry)
+        end_of_data = 0
+        for name in sorted(ends, key=lambda name: (self._begin[name], ends[name])):
+            if self._begin[name] != end_of_data:
+                what = "overlaps the tensor before it" if self._begin[name] < end_of_data else "leaves a hole before it"
+                raise BrokenFileError(
+                    f"{path}: tensor {name} {what}: its data begin at byte {self._begin[name]:,}, expected {end_of_data:,}; "
+                    "copy the file again"
                 )
-            dtype = DTYPES[dtype_name]
-            expected = dtype.itemsize
-            for size_of_dim in shape:
-                expected *= size_of_dim
-            if begin < 0 or end - begin != expected:
-                raise ConversionError(
-                    f"{path}: tensor {name} ({dtype_name}, shape {list(shape)}) needs {expected:,} bytes, "
-                    f"its header gives it {end - begin:,}; copy the file again"
-                )
-            end_of_data = max(end_of_data, end)
-            self._begin[name] = begin
-            self.tensors[name] = TensorInfo(name, shape, dtype, expected)
+            end_of_data = ends[name]
         if self._data_start + end_of_data != size:
             what = "truncated" if size < self._data_start + end_of_data else "longer than its header says"
-            raise ConversionError(
+            raise BrokenFileError(
                 f"{path} is {what}: expected {self._data_start + end_of_data:,} bytes, the file has {size:,}; copy it again"
             )
+
+    def _read_header(self, file: BinaryIO, size: int) -> tuple[dict[str, Any], int]:
+        """The header without `__metadata__`, and where the data begin."""
+        header_size = int.from_bytes(file.read(8), "little")
+        if size < 8 or header_size > size - 8:
+            raise BrokenFileError(
+                f"{self.path} is truncated: its header needs {8 + header_size:,} bytes, the file has {size:,}; copy it again"
+            )
+        if header_size > _HEADER_LIMIT:
+            raise BrokenFileError(
+                f"{self.path} has no valid safetensors header: it has {header_size:,} bytes, {_HEADER_LIMIT:,} are the "
+                "format's limit; copy it again"
+            )
+        header = _parse_json(file.read(header_size), f"{self.path} has no valid safetensors header", unique=True)
+        if not isinstance(header, dict):
+            raise BrokenFileError(
+                f"{self.path} has no valid safetensors header: it is a {type(header).__name__}, expected an object; "
+                "copy it again"
+            )
+        header.pop("__metadata__", None)
+        return header, 8 + header_size
+
+    def _read_entry(self, name: str, entry: Any) -> tuple[TensorInfo, int, int]:
+        """What a header says of a tensor, and where its data begin and end, counted from the header's end."""
+        try:
+            dtype_name, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        except (KeyError, TypeError, ValueError):
+            dtype_name = shape = begin = end = None
+        # `type`, as a bool is an int, too.
+        well_formed = isinstance(dtype_name, str) and isinstance(shape, list)
+        if not well_formed or any(type(value) is not int or value < 0 for value in (*shape, begin, end)):
+            raise BrokenFileError(
+                f"{self.path}: header entry of tensor {name} is malformed: {str(entry)[:120]!r}; copy the file again"
+            )
+        if dtype_name not in DTYPES:
+            raise BrokenFileError(
+                f"{self.path}: tensor {name} has unknown dtype {dtype_name}; known are {', '.join(DTYPES)}: "
+                "convert from the original bf16, fp16 or fp32 checkpoint"
+            )
+        dtype = DTYPES[dtype_name]
+        expected = dtype.itemsize * prod(shape)
+        if end - begin != expected:
+            raise BrokenFileError(
+                f"{self.path}: tensor {name} ({dtype_name}, shape {shape}) needs {expected:,} bytes, "
+                f"its header gives it {end - begin:,}; copy the file again"
+            )
+        return TensorInfo(name, tuple(shape), dtype, expected), begin, end
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows [start, stop) of a tensor as a view of the mapped file: not to be written to."""
@@ -155,27 +193,31 @@ class SafetensorsFile:
 class HuggingFaceSource:
     """A folder with config.json and safetensors files.
 
+    Args:
+        path: the folder.
+        quantized: take a checkpoint that is quantized, with its tensors as they are stored.
+
     Raises:
         ConversionError: no config.json, no safetensors files, files missing, damaged or contradicting the index,
             or a checkpoint that is already quantized.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, quantized: bool = False) -> None:
         self.path = path
         self.notes: list[str] = []
-        self.config = _read_config(path)
+        self.config = read_config(path)
         weight_map, self.files = self._find_files()
         self._file_of: dict[str, SafetensorsFile] = {}
         for file_path in self.files:
             file = SafetensorsFile(file_path)
             for name in file.tensors:
                 if name in self._file_of:
-                    raise ConversionError(
+                    raise BrokenFileError(
                         f"tensor {name} is in both {self._file_of[name].path.name} and {file_path.name} of {path}: "
                         "remove the file that does not belong to the checkpoint"
                     )
                 if weight_map is not None and name not in weight_map:
-                    raise ConversionError(
+                    raise BrokenFileError(
                         f"{file_path} holds tensor {name}, which {_INDEX} does not name: index and files belong to "
                         "different checkpoints; copy both again"
                     )
@@ -185,7 +227,8 @@ class HuggingFaceSource:
         self.tensors: dict[str, TensorInfo] = {name: file.tensors[name] for name, file in self._file_of.items()}
         if not self.tensors:
             raise ConversionError(f"{path} holds no tensors")
-        self._refuse_quantized()
+        if not quantized:
+            self._refuse_quantized()
         self.side_files: dict[str, Path | bytes] = self._find_side_files()
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
@@ -194,18 +237,12 @@ class HuggingFaceSource:
     def _find_files(self) -> tuple[dict[str, str] | None, list[Path]]:
         present = sorted(p for p in self.path.glob("*.safetensors") if not p.name.startswith(_NOT_THE_MODEL))
         index_path = self.path / _INDEX
-        if index_path.is_file():
-            try:
-                weight_map = json.loads(index_path.read_bytes(), object_pairs_hook=_no_duplicates)["weight_map"]
-                names = list(dict.fromkeys(weight_map.values()))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ConversionError(f"{index_path} is not a safetensors index: {error!r}; copy it again") from None
-            for name in names:
-                if not isinstance(name, str) or Path(name).name != name:
-                    raise ConversionError(f"{index_path} names a file outside its folder: {name!r}")
+        if os.path.lexists(index_path):
+            weight_map = _read_weight_map(index_path)
+            names = list(dict.fromkeys(weight_map.values()))
             missing = [name for name in names if not (self.path / name).is_file()]
             if missing:
-                raise ConversionError(
+                raise BrokenFileError(
                     f"{self.path} lacks {len(missing)} of the {len(names)} files that {_INDEX} names: {_some(missing)}; "
                     "download them"
                 )
@@ -233,35 +270,38 @@ class HuggingFaceSource:
             expected = [f"{match['stem']}-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
             missing = [name for name in expected if not (self.path / name).is_file()]
             if missing:
-                raise ConversionError(f"{self.path} lacks {_some(missing)}, and has no {_INDEX}: download them")
+                raise BrokenFileError(f"{self.path} lacks {_some(missing)}, and has no {_INDEX}: download them")
         return None, present
 
     def _check_index(self, weight_map: dict[str, str]) -> None:
         missing = [name for name in weight_map if name not in self._file_of]
         if missing:
             files = sorted({weight_map[name] for name in missing})
-            raise ConversionError(
-                f"{_INDEX} names {len(missing)} tensors that no file holds: {_some(missing)} (expected in {_some(files)}); "
-                "download index and files again"
+            raise BrokenFileError(
+                f"{self.path / _INDEX} names {len(missing)} tensors that no file holds: {_some(missing)} "
+                f"(expected in {_some(files)}); download index and files again"
             )
         for name, file_name in weight_map.items():
             if self._file_of[name].path.name != file_name:
-                raise ConversionError(
-                    f"{_INDEX} puts tensor {name} into {file_name}, but {self._file_of[name].path.name} holds it: "
+                raise BrokenFileError(
+                    f"{self.path / _INDEX} puts tensor {name} into {file_name}, but {self._file_of[name].path.name} holds it: "
                     "download index and files again"
                 )
 
     def _refuse_quantized(self) -> None:
         advice = "convert from the original bf16, fp16 or fp32 checkpoint"
+        from_quantized = f"{advice}, or dequantize this one with --from-quantized"
         sections = [self.config, *(value for value in self.config.values() if isinstance(value, dict))]
         for key in ("quantization_config", "compression_config"):
             for section in sections:
                 if section.get(key):
                     method = section[key].get("quant_method", "?") if isinstance(section[key], dict) else "?"
-                    raise ConversionError(f"{self.path} is already quantized ({key}, method {method}): {advice}")
+                    hint = from_quantized if method in _DEQUANTIZED_METHODS else advice
+                    raise ConversionError(f"{self.path} is already quantized ({key}, method {method}): {hint}")
         for name in ("quant_config.json", "hf_quant_config.json", "quantize_config.json"):
             if (self.path / name).is_file():
-                raise ConversionError(f"{self.path} is already quantized (it has {name}): {advice}")
+                hint = advice if name == "hf_quant_config.json" else from_quantized
+                raise ConversionError(f"{self.path} is already quantized (it has {name}): {hint}")
         for info in self.tensors.values():
             low = info.dtype.itemsize == 1 and info.dtype != torch.bool
             if low and info.name.endswith("weight"):
@@ -286,17 +326,53 @@ class HuggingFaceSource:
         return found
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of a model folder's config.json.
+
+    Raises:
+        ConversionError: it is missing or describes no model.
+    """
     path = folder / "config.json"
     if not path.is_file():
         raise ConversionError(f"{folder} has no config.json: give the folder of a Hugging Face model or a .gguf file")
-    try:
-        config = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ConversionError(f"{path} is not JSON: {error}") from None
+    config = _read_json(path, unique=False)
     if not isinstance(config, dict) or not config.get("model_type"):
         raise ConversionError(f"{path} does not describe a model: it has no model_type")
     return config
+
+
+def _read_weight_map(path: Path) -> dict[str, str]:
+    """Tensor -> name of a file in the index's own folder."""
+    index = _read_json(path, unique=True)
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise BrokenFileError(f"{path} is not a safetensors index: it has no weight_map with tensors; copy it again")
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or not (tensor + name).isprintable():
+            raise BrokenFileError(
+                f"{path} is not a safetensors index: it puts {tensor[:60]!r} into {str(name)[:60]!r}; copy it again"
+            )
+        if name in ("", ".", "..") or Path(name).name != name:
+            raise BrokenFileError(f"{path} names a file outside its folder: {name[:60]!r}, for tensor {tensor}; copy it again")
+    return weight_map
+
+
+def _read_json(path: Path, unique: bool) -> Any:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise BrokenFileError(f"{path} cannot be read: {error.strerror}; copy it again") from None
+    return _parse_json(data, f"{path} is not JSON", unique)
+
+
+def _parse_json(data: bytes, problem: str, unique: bool) -> Any:
+    """JSON; where it is `unique`, no object has a key twice."""
+    try:
+        return json.loads(data, object_pairs_hook=_no_duplicates if unique else None)
+    except RecursionError:
+        raise BrokenFileError(f"{problem}: it is nested too deeply; copy it again") from None
+    except ValueError as error:
+        raise BrokenFileError(f"{problem}: {error}; copy it again") from None
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from w8a8_converters.folding.options import Choice, FoldingOptions, fold
 from w8a8_converters.formats import FORMATS
 from w8a8_converters.layers import module_of
 from w8a8_converters.plan import Plan, Step, make_plan
+from w8a8_converters.quantized.source import QuantizedSource
 from w8a8_converters.report import LayerReport, NoiseMeter, Report
 from w8a8_converters.staging import check_output, remove_stale, staged_folder
 from w8a8_converters.writer import ShardWriter
@@ -47,6 +48,8 @@ def convert(
     overwrite: bool = False,
     hadamard: str | int | None = None,
     folding: FoldingOptions | None = None,
+    from_quantized: bool = False,
+    hf_config: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Report:
     """Converts a model and returns what was done. `out` appears only when it is complete.
@@ -62,6 +65,10 @@ def convert(
         hadamard: `"auto"`, 0 or the largest block of the Hadamard transform (`w8a8_kernels.hadamard.chosen_block`). Default:
             `"auto"` for format `w8a8`, 0 for the others, which cannot have one.
         folding: changes of the unquantized weights that keep the model's function; default: none.
+        hf_config: of a .gguf file: a folder whose config.json, generation_config.json and tokenizer replace those that its
+            metadata give.
+        from_quantized: take a folder whose weights are quantized (fp8, GPTQ, AWQ, compressed-tensors), and dequantize them.
+            Projections that it left unquantized stay so.
         progress: called with (stage, bytes done, bytes in all), stages `check` and `write`. Folding has stages of its own.
 
     Raises:
@@ -72,10 +79,13 @@ def convert(
     if format not in FORMATS:
         raise ConversionError(f"format {format!r} is not known; known are {', '.join(FORMATS)}")
     skip = tuple(skip)
-    source = _open(src)
-    check_output(out, [src, *source.files], overwrite)
+    hf_config = None if hf_config is None else Path(hf_config).expanduser()
+    source = _open(src, from_quantized, hf_config)
+    origin = source.origin if isinstance(source, QuantizedSource) else {}
+    kept = source.kept if isinstance(source, QuantizedSource) else frozenset()
+    check_output(out, [src, *source.files, *([hf_config] if hf_config else [])], overwrite)
     bf16_bytes = sum(_bf16_bytes(info) for info in source.tensors.values())
-    plan = make_plan(source, FORMATS[format], skip, quantize_lm_head, max_shard_size, hadamard)
+    plan = make_plan(source, FORMATS[format], skip, quantize_lm_head, max_shard_size, hadamard, keep=kept)
     remove_stale(out, logger.warning)
     _check_disk(plan, source, out)
     folded = None
@@ -83,9 +93,8 @@ def convert(
 
         def plan_for(source: Source, choice: Choice) -> Plan:
             fmt = FORMATS[format]
-            return make_plan(
-                source, fmt, skip, quantize_lm_head, max_shard_size, choice.hadamard, choice.blocks, frozenset(choice.keep)
-            )
+            keep = kept.union(choice.keep)
+            return make_plan(source, fmt, skip, quantize_lm_head, max_shard_size, choice.hadamard, choice.blocks, keep)
 
         _check_values(plan, source, progress)
         folded = fold(source, folding, hadamard, plan_for, progress)
@@ -105,8 +114,9 @@ def convert(
         tensors=plan.tensors,
         ignore=plan.ignore,
         lm_head_extra_bytes=plan.lm_head_extra_bytes,
-        notes=[*source.notes, *(folded.notes if folded else ())],
+        notes=[*source.notes, *plan.notes, *(folded.notes if folded else ())],
         folding=folded.report if folded else {},
+        quantized_source=origin,
     )
     with staged_folder(out) as folder:
         _write_weights(plan, source, folder, report, progress)
@@ -116,15 +126,21 @@ def convert(
     return report
 
 
-def _open(src: Path) -> Source:
+def _open(src: Path, from_quantized: bool, hf_config: Path | None) -> Source:
+    if src.is_dir() and hf_config is not None:
+        raise ConversionError(f"{src}: --hf-config is for GGUF files, a folder has its own config.json: leave it out")
     if src.is_dir():
-        return HuggingFaceSource(src)
+        return QuantizedSource(src) if from_quantized else HuggingFaceSource(src)
     if not src.is_file():
         raise ConversionError(f"{src} does not exist: give the folder of a downloaded Hugging Face model or a .gguf file")
+    if from_quantized:
+        raise ConversionError(
+            f"{src}: --from-quantized is for folders with safetensors files, a GGUF file needs none: leave it out"
+        )
     # Imported here: a Hugging Face folder needs neither gguf nor tokenizers.
     from w8a8_converters.gguf.source import GGUFSource
 
-    return GGUFSource(src)
+    return GGUFSource(src, hf_config)
 
 
 def _check_disk(plan: Plan, source: Source, out: Path) -> None:

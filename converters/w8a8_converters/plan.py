@@ -14,6 +14,8 @@ from w8a8_converters.errors import ConversionError
 from w8a8_converters.formats import Format, quantization_config, shard_names
 from w8a8_converters.layers import (
     TRANSPOSED_MODEL_TYPES,
+    UNQUANTIZED_EXPERTS_MODEL_TYPES,
+    experts_module,
     is_linear,
     is_lm_head,
     is_quantized_by_default,
@@ -64,6 +66,7 @@ class Plan:
     files: list[str] = field(default_factory=list)
     ignore: list[str] = field(default_factory=list)
     lm_head_extra_bytes: int = 0
+    notes: list[str] = field(default_factory=list)
 
     @property
     def steps(self) -> list[Step]:
@@ -129,6 +132,14 @@ def make_plan(
     if fmt.quantized:
         kept = [step.weight for step in steps if step.scale is None]
         plan.ignore = [module_of(weight.name) for weight in kept if is_linear(weight.name, len(weight.shape))]
+        experts = dict.fromkeys(experts_module(w.name) for w in kept if is_stacked_experts(w.name, len(w.shape)))
+        # vLLM asks by the names that single experts have; in compressed-tensors a name is of one module alone.
+        plan.ignore += [rf"re:{re.escape(name)}\..*" if fmt.name == "compressed-tensors" else name for name in experts]
+        if experts and config["model_type"] in UNQUANTIZED_EXPERTS_MODEL_TYPES:
+            plan.notes.append(
+                f"the experts stay unquantized: those of {config['model_type']} have biases and an activation that int8 "
+                "experts do not have"
+            )
 
     embedding = _tied_embedding(source)
     if fmt.quantized and embedding is not None:
@@ -240,9 +251,10 @@ def _quantized_tensors(source: Source, rules: SkipRules, quantize_lm_head: bool)
                 skipped |= {f"{parent}.{part}" if parent else part for part in parts}
     except ValueError as error:
         raise ConversionError(str(error)) from None
+    keeps_experts = source.config["model_type"] in UNQUANTIZED_EXPERTS_MODEL_TYPES
     for info in source.tensors.values():
         module = module_of(info.name) if info.name.endswith(".weight") else info.name
-        if is_stacked_experts(info.name, len(info.shape)) and not rules.skips(module):
+        if is_stacked_experts(info.name, len(info.shape)) and not keeps_experts and not rules.skips(module):
             raise ConversionError(
                 f"{source.path}: tensor {info.name} {list(info.shape)} stacks the weights of several experts, which cannot be "
                 "quantized yet: leave them out with --skip experts"
@@ -299,6 +311,9 @@ def _values_dtypes(source: Source, fmt: Format) -> dict[str, torch.dtype]:
     result = {}
     for info in source.tensors.values():
         dtype = info.dtype
+        if info.keeps_dtype:
+            result[info.name] = dtype
+            continue
         if dtype in (torch.float32, torch.float64):
             dtype = torch.float32 if mixed else wide
         if dtype.is_floating_point and not fmt.quantized and not (mixed and dtype == torch.float32):

@@ -33,6 +33,7 @@ class Report:
         lm_head_extra_bytes: what an lm_head of its own adds where the embedding was tied.
         notes: what the user should know.
         folding: what was folded into the weights and why, of `rotate`, `equalize` and `quality` those that were done.
+        quantized_source: how the source was quantized, where it was: `origin` of `quantized.source.QuantizedSource`.
     """
 
     source: str
@@ -49,6 +50,7 @@ class Report:
     lm_head_extra_bytes: int = 0
     notes: list[str] = field(default_factory=list)
     folding: dict[str, Any] = field(default_factory=dict)
+    quantized_source: dict[str, Any] = field(default_factory=dict)
 
     def worst_layers(self, count: int = 10) -> list[LayerReport]:
         """The quantized weights with the lowest signal-to-quantization-noise ratio, worst first."""

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Q
+from gguf_models import TOKENS, interleaved, write_gguf
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import Tokenizer
 
 from w8a8_converters.convert import convert
 from w8a8_converters.errors import ConversionError
@@ -21,12 +22,6 @@ from w8a8_kernels.hadamard import block_size
 from w8a8_kernels.quantize.weight import quantize_weight
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INNER, LAYERS = 4, 2, 8, 32, 64, 2
-BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-TOKENS = [*SPECIAL, *BYTES, "he", "ll", "hell", "hello", "Ġhello", "12", "<tool>"]
-MERGES = ["h e", "l l", "he ll", "hell o", "Ġ hello", "1 2"]
-USER_DEFINED = gguf.TokenType.USER_DEFINED
-TYPES = [gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(TOKENS) - 4) + [USER_DEFINED]
 
 NAMES = {
     "attn_norm": "input_layernorm",
@@ -39,17 +34,6 @@ NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-
-
-def interleave(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Stores row i of a head's first half and row i of its second half next to each other."""
-    dim = len(rows) // heads
-    stored = np.empty_like(rows)
-    for head in range(heads):
-        for i in range(dim // 2):
-            stored[head * dim + 2 * i] = rows[head * dim + i]
-            stored[head * dim + 2 * i + 1] = rows[head * dim + dim // 2 + i]
-    return stored
 
 
 def model_tensors(biases: bool, tied: bool) -> dict[str, np.ndarray]:
@@ -81,40 +65,21 @@ def model_tensors(biases: bool, tied: bool) -> dict[str, np.ndarray]:
 
 
 METADATA = {
-    "llama.block_count": LAYERS,
-    "llama.context_length": 128,
-    "llama.embedding_length": HIDDEN,
-    "llama.feed_forward_length": INNER,
-    "llama.attention.head_count": HEADS,
-    "llama.attention.head_count_kv": KV_HEADS,
-    "llama.attention.layer_norm_rms_epsilon": 1e-5,
-    "llama.rope.freq_base": 100000.0,
-    "llama.rope.dimension_count": HEAD_DIM,
-    "llama.vocab_size": len(TOKENS),
-    "tokenizer.ggml.model": "gpt2",
+    "block_count": LAYERS,
+    "context_length": 128,
+    "embedding_length": HIDDEN,
+    "feed_forward_length": INNER,
+    "attention.head_count": HEADS,
+    "attention.head_count_kv": KV_HEADS,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "rope.freq_base": 100000.0,
+    "rope.dimension_count": HEAD_DIM,
+    "vocab_size": len(TOKENS),
     "tokenizer.ggml.pre": "smollm",
-    "tokenizer.ggml.tokens": TOKENS,
-    "tokenizer.ggml.token_type": TYPES,
-    "tokenizer.ggml.merges": MERGES,
-    "tokenizer.ggml.bos_token_id": 1,
-    "tokenizer.ggml.eos_token_id": 2,
     "tokenizer.ggml.unknown_token_id": 0,
     "tokenizer.ggml.padding_token_id": 2,
     "tokenizer.chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}",
 }
-
-
-def add_value(writer: gguf.GGUFWriter, key: str, value) -> None:
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    else:
-        writer.add_array(key, value)
 
 
 @pytest.fixture
@@ -126,31 +91,19 @@ def model(tmp_path) -> Callable[..., tuple[Path, dict[str, torch.Tensor]]]:
     """
 
     def write(qtype=Q.F32, biases=False, tied=True, arch="llama", metadata=None, tensors=None):
-        path = tmp_path / "model.gguf"
-        writer = gguf.GGUFWriter(path, arch)
-        for key, value in {**METADATA, **(metadata or {})}.items():
-            if value is not None:
-                add_value(writer, key, value)
         stored = model_tensors(biases, tied)
         expected = {}
         for name, values in stored.items():
             kind = qtype if values.ndim == 2 else Q.F32
             as_read = gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind) if kind != Q.F32 else values
             expected[hugging_face_name(name)] = torch.from_numpy(as_read.copy()).to(torch.bfloat16)
-            if "attn_q" in name:
-                values = interleave(values, HEADS)
-            elif "attn_k" in name:
-                values = interleave(values, KV_HEADS)
+            for of_rotary, heads in (("attn_q", HEADS), ("attn_k", KV_HEADS)):
+                if of_rotary in name:
+                    values = interleaved(torch.from_numpy(values), heads).numpy()
             stored[name] = (gguf.quants.quantize(values, kind), kind)
         stored |= {name: None if values is None else (values, Q.F32) for name, values in (tensors or {}).items()}
-        for name, item in stored.items():
-            if item is not None:
-                writer.add_tensor(name, item[0], raw_dtype=item[1])
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        return path, expected
+        written = [(name, *item) for name, item in stored.items() if item is not None]
+        return write_gguf(tmp_path / "model.gguf", arch, {**METADATA, **(metadata or {})}, written), expected
 
     return write
 
@@ -231,7 +184,7 @@ def test_config(model, tmp_path):
         "vocab_size": len(TOKENS),
     }
     generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
-    assert (generation["bos_token_id"], generation["eos_token_id"], generation["pad_token_id"]) == (1, 2, 2)
+    assert (generation["bos_token_id"], generation["eos_token_id"], generation["pad_token_id"]) == (1, [2, 0], 2)
 
 
 def test_untied_and_end_of_turn(model, tmp_path):
@@ -273,7 +226,7 @@ def llama3_factors(dim: int, base: float, factor: float) -> list[float]:
 def test_llama3_rope(model, tmp_path):
     factors = np.array(llama3_factors(HEAD_DIM, 500000.0, 32.0), dtype=np.float32)
     assert len(set(factors.tolist())) == 3, "all three cases must occur"
-    path, expected = model(tensors={"rope_freqs.weight": factors}, metadata={"llama.rope.freq_base": 500000.0})
+    path, expected = model(tensors={"rope_freqs.weight": factors}, metadata={"rope.freq_base": 500000.0})
     convert(path, tmp_path / "out", format="bf16")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["rope_scaling"] == {
         "rope_type": "llama3",
@@ -286,31 +239,54 @@ def test_llama3_rope(model, tmp_path):
 
 
 def test_linear_rope(model, tmp_path):
-    path, _ = model(metadata={"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0})
+    path, _ = model(metadata={"rope.scaling.type": "linear", "rope.scaling.factor": 4.0})
     convert(path, tmp_path / "out", format="bf16")
     scaling = json.loads((tmp_path / "out" / "config.json").read_text())["rope_scaling"]
     assert scaling == {"rope_type": "linear", "factor": 4.0}
 
 
+def ones(*shape: int) -> np.ndarray:
+    return np.ones(shape, np.float32)
+
+
+NO_BIASES_IN_LAYER_1 = dict.fromkeys(f"blk.1.attn_{name}.bias" for name in ("q", "k", "v", "output"))
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"arch": "mamba"}, "architecture 'mamba', which is not known yet; known are gemma3, llama"),
-        ({"tensors": {"blk.0.attn_sinks.weight": np.ones(4, np.float32)}}, "unknown .*llama: blk.0.attn_sinks.weight"),
-        ({"tensors": {"blk.2.attn_norm.weight": np.ones(HIDDEN, np.float32)}}, "unknown .*blk.2.attn_norm.weight"),
+        ({"arch": "mamba"}, "architecture 'mamba', which is not known yet; known are deepseek2, "),
+        ({"tensors": {"blk.0.attn_sinks.weight": ones(4)}}, "unknown .*llama: blk.0.attn_sinks.weight"),
+        ({"tensors": {"blk.2.attn_norm.weight": ones(HIDDEN)}}, "unknown .*blk.2.attn_norm.weight"),
         ({"tensors": {"blk.1.ffn_up.weight": None}}, "lacks 1 tensors: blk.1.ffn_up.weight"),
-        ({"tensors": {"blk.0.attn_q.weight": np.ones((40, HIDDEN), np.float32)}}, "40 rows, the head counts ask for 32"),
-        ({"tensors": {"blk.0.attn_q.bias": np.ones(32, np.float32)}}, "some attention biases and lacks others"),
+        ({"tensors": {"blk.0.attn_q.weight": ones(40, HIDDEN)}}, r"has shape \[40, 32\], .* ask for \[32, 32\]"),
+        ({"tensors": {"blk.0.attn_q.bias": ones(32)}}, "lacks 7 tensors: blk.0.attn_k.bias"),
+        ({"biases": True, "tensors": NO_BIASES_IN_LAYER_1}, "lacks 4 tensors: blk.1.attn_k.bias"),
+        ({"tensors": {"blk.0.ffn_up.bias": ones(INNER)}}, "lacks 5 tensors: blk.0.ffn_down.bias, blk.0.ffn_gate.bias, blk.1"),
+        ({"tensors": {"blk.1.ffn_down.weight": ones(INNER, HIDDEN)}}, r"has shape \[64, 32\], .* \[32, 64\]"),
+        ({"tensors": {"blk.0.attn_norm.weight": ones(16)}}, r"attn_norm.weight has shape \[16\], .* \[32\]"),
+        ({"tensors": {"output_norm.weight": ones(2, HIDDEN)}}, r"output_norm.weight has shape \[2, 32\]"),
+        ({"tied": False, "tensors": {"output.weight": ones(9, HIDDEN)}}, r"output.weight has shape \[9, 32\]"),
+        ({"metadata": {"vocab_size": 9}}, r"token_embd.weight has shape \[266, 32\], the metadata ask for \[9, 32\]"),
+        ({"tensors": {"token_embd.weight": None}}, "lacks 1 tensors: token_embd.weight"),
         ({"tensors": {"rope_freqs.weight": np.full(4, 3.0, np.float32)}}, "not the scaling of Llama 3"),
         ({"tensors": {"output_norm.weight": np.full(HIDDEN, np.nan, np.float32)}}, "model.norm.weight .*holds NaN"),
-        ({"metadata": {"llama.rope.scaling.type": "yarn"}}, "rope scaling 'yarn' is not supported"),
-        ({"metadata": {"llama.rope.dimension_count": 4}}, "rope.dimension_count is 4"),
-        ({"metadata": {"llama.expert_count": 8}}, "mixture of experts"),
-        ({"metadata": {"llama.attention.clamp_kqv": 1.0}}, "llama.attention.clamp_kqv is not understood"),
-        ({"metadata": {"llama.block_count": None}}, "llama.block_count must be one positive integer, got None"),
-        ({"metadata": {"llama.attention.head_count_kv": [2, 1]}}, r"must be one positive integer, got \[2, 1\]"),
-        ({"metadata": {"split.count": 3}}, "one of 3 parts of a split GGUF file"),
-        ({"metadata": {"tokenizer.ggml.pre": "tekken"}}, "pre-tokenizer 'tekken' is not known; known are gpt-2"),
+        ({"metadata": {"rope.scaling.type": "yarn"}}, "llama.rope.scaling.factor must be a number, got None"),
+        ({"metadata": {"rope.scaling.type": "su"}}, "rope scaling 'su' is not supported; known are none, linear, llama3"),
+        ({"metadata": {"rope.dimension_count": 4}}, "rope.dimension_count is 4"),
+        ({"metadata": {"expert_count": 8}}, "llama.expert_used_count must be one positive integer, got None"),
+        ({"metadata": {"expert_count": 8, "expert_used_count": 2}}, "unknown .*blk.0.ffn_down.weight, blk.0.ffn_gate.weight"),
+        ({"metadata": {"expert_used_count": 2}}, "llama.expert_used_count is 2, which is not supported; expected 0"),
+        ({"metadata": {"clamp": 1, "residual_scale": 0.5}}, "llama.clamp, llama.residual_scale is not understood"),
+        ({"metadata": {"attention.clamp_kqv": 1.0}}, "llama.attention.clamp_kqv is not understood"),
+        ({"metadata": {"rope.freq_base": float("nan")}}, "llama.rope.freq_base must be a number, got nan"),
+        ({"metadata": {"rope.freq_base": True}}, "llama.rope.freq_base must be a number, got True"),
+        ({"metadata": {"block_count": True}}, "llama.block_count must be one positive integer, got True"),
+        ({"metadata": {"block_count": 0}}, "llama.block_count must be one positive integer, got 0"),
+        ({"metadata": {"block_count": None}}, "llama.block_count must be one positive integer, got None"),
+        ({"metadata": {"attention.head_count_kv": [2, 1]}}, r"must be one positive integer, got \[2, 1\]"),
+        ({"metadata": {"split.count": 3}}, "one of several parts .* are missing, 3, missing"),
+        ({"metadata": {"tokenizer.ggml.pre": "bloom"}}, "pre-tokenizer 'bloom' is not known; known are a.x-4.0, chatglm-bpe"),
         ({"metadata": {"tokenizer.ggml.model": "bert"}}, "tokenizer model 'bert' is not known; known are gpt2, llama"),
         ({"metadata": {"tokenizer.ggml.eos_token_id": 9999}}, "eos token id is 9999"),
         ({"metadata": {"tokenizer.ggml.merges": ["h zz"]}}, "tokenizer cannot be rebuilt"),

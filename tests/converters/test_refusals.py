@@ -277,7 +277,8 @@ def test_stacked_experts(checkpoint, refuses, tmp_path):
     experts = torch.randn(4, 6, 8).to(torch.bfloat16)
     src = checkpoint(tensors={name: experts})
     refuses(src, rf"{name} \[4, 6, 8\] stacks the weights of several experts")
-    convert(src, tmp_path / "out", skip=["experts"])
+    report = convert(src, tmp_path / "out", skip=["experts"])
+    assert "model.layers.0.mlp.experts" in report.ignore  # or vLLM would build int8 experts
     assert torch.equal(load_file(tmp_path / "out" / "w8a8.safetensors")[name], experts)
     convert(src, tmp_path / "bf16", format="bf16")
 

@@ -1,148 +1,110 @@
-"""llama: Llama 1 to 3, Mistral, SmolLM and others that llama.cpp stores under this name."""
+"""llama: Llama 1 to 3, Mistral, Mixtral, SmolLM and others that llama.cpp stores under this name."""
 
-import math
-from typing import Any, ClassVar
+from typing import Any
 
-import torch
-from torch import Tensor
+from w8a8_converters.gguf.architectures.base import Architecture, Table, interleaved_to_halves
+from w8a8_converters.gguf.architectures.recipe import Recipe, stored
+from w8a8_converters.gguf.architectures.rope import ROPE_FREQS, rope_scaling
 
-from w8a8_converters.errors import ConversionError
-from w8a8_converters.gguf.architectures.base import Architecture, interleaved_to_halves
-from w8a8_converters.gguf.dequant import dequantize_rows
-
-_ROPE_FACTORS = "rope_freqs.weight"
-# (low_freq_factor, high_freq_factor, original_max_position_embeddings): the only values that Llama 3.x was published with.
-_LLAMA3_ROPE = (1.0, 4.0, 8192)
+_ATTENTION_BIASES = ("attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_output.bias")
+_MLP_BIASES = ("ffn_gate.bias", "ffn_up.bias", "ffn_down.bias")
 
 
 class Model(Architecture):
-    """LlamaForCausalLM."""
+    """LlamaForCausalLM, or with experts MixtralForCausalLM. Rows of q and k are stored interleaved."""
 
-    model_tensors: ClassVar = {
-        "token_embd.weight": "model.embed_tokens.weight",
-        "output_norm.weight": "model.norm.weight",
-        "output.weight": "lm_head.weight",
-    }
-    layer_tensors: ClassVar = {
-        "attn_norm.weight": "input_layernorm.weight",
-        "attn_q.weight": "self_attn.q_proj.weight",
-        "attn_k.weight": "self_attn.k_proj.weight",
-        "attn_v.weight": "self_attn.v_proj.weight",
-        "attn_output.weight": "self_attn.o_proj.weight",
-        "attn_q.bias": "self_attn.q_proj.bias",
-        "attn_k.bias": "self_attn.k_proj.bias",
-        "attn_v.bias": "self_attn.v_proj.bias",
-        "attn_output.bias": "self_attn.o_proj.bias",
-        "ffn_norm.weight": "post_attention_layernorm.weight",
-        "ffn_gate.weight": "mlp.gate_proj.weight",
-        "ffn_up.weight": "mlp.up_proj.weight",
-        "ffn_down.weight": "mlp.down_proj.weight",
-    }
-    attention_biases = frozenset({"attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_output.bias"})
-    optional = attention_biases | {"output.weight"}
-    metadata_tensors = frozenset({_ROPE_FACTORS})
-    known_keys = frozenset(
-        {
-            "attention.head_count",
-            "attention.head_count_kv",
-            "attention.key_length",
-            "attention.layer_norm_rms_epsilon",
-            "attention.value_length",
-            "block_count",
-            "context_length",
-            "embedding_length",
-            "expert_count",
-            "expert_used_count",
-            "feed_forward_length",
-            "rope.dimension_count",
-            "rope.freq_base",
-            "rope.scaling.factor",
-            "rope.scaling.original_context_length",
-            "rope.scaling.type",
-            "vocab_size",
-        }
-    )
+    setting_tensors = (ROPE_FREQS,)
+    ignored_keys = ("tensor_data_layout",)  # of early files: that rows are interleaved, as they are in all
 
     @property
-    def head_dim(self) -> int:
-        return self.integer("attention.key_length", self.integer("embedding_length") // self.heads)
+    def experts(self) -> int:
+        return self.integer("expert_count", 0, minimum=0)
 
-    def row_order(self, name: str) -> Tensor | None:
-        if name.startswith("blk.") and ".attn_q." in name:
-            return interleaved_to_halves(self.heads, self.head_dim)
-        if name.startswith("blk.") and ".attn_k." in name:
-            return interleaved_to_halves(self.kv_heads, self.head_dim)
-        return None
+    def layer_table(self, layer: int) -> Table:
+        hidden, queries, keys = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        query_order = interleaved_to_halves(self.heads, self.head_dim)
+        key_order = interleaved_to_halves(self.kv_heads, self.head_dim)
+        table = {
+            "input_layernorm.weight": stored("attn_norm.weight", hidden),
+            "self_attn.q_proj.weight": stored("attn_q.weight", queries, hidden).take(query_order),
+            "self_attn.k_proj.weight": stored("attn_k.weight", keys, hidden).take(key_order),
+            "self_attn.v_proj.weight": stored("attn_v.weight", keys, hidden),
+            "self_attn.o_proj.weight": stored("attn_output.weight", hidden, queries),
+            "post_attention_layernorm.weight": stored("ffn_norm.weight", hidden),
+        }
+        if self.any_layer_has(*_ATTENTION_BIASES):
+            table |= {
+                "self_attn.q_proj.bias": stored("attn_q.bias", queries).take(query_order),
+                "self_attn.k_proj.bias": stored("attn_k.bias", keys).take(key_order),
+                "self_attn.v_proj.bias": stored("attn_v.bias", keys),
+                "self_attn.o_proj.bias": stored("attn_output.bias", hidden),
+            }
+        return table | (self._experts_table() if self.experts else self._mlp_table())
+
+    def _mlp_table(self) -> dict[str, Recipe]:
+        table = {
+            "mlp.gate_proj.weight": stored("ffn_gate.weight", self.inner, self.hidden),
+            "mlp.up_proj.weight": stored("ffn_up.weight", self.inner, self.hidden),
+            "mlp.down_proj.weight": stored("ffn_down.weight", self.hidden, self.inner),
+        }
+        if self.any_layer_has(*_MLP_BIASES):
+            table |= {
+                "mlp.gate_proj.bias": stored("ffn_gate.bias", self.inner),
+                "mlp.up_proj.bias": stored("ffn_up.bias", self.inner),
+                "mlp.down_proj.bias": stored("ffn_down.bias", self.hidden),
+            }
+        return table
+
+    def _experts_table(self) -> dict[str, Recipe]:
+        experts, hidden, inner = self.experts, self.hidden, self.inner
+        moe = "block_sparse_moe"
+        router = {f"{moe}.gate.weight": stored("ffn_gate_inp.weight", experts, hidden)}
+        if self.any_layer_has("ffn_gate.0.weight"):  # of early files, which do not stack them
+            return router | {
+                f"{moe}.experts.{expert}.{theirs}.weight": stored(f"ffn_{ours}.{expert}.weight", *shape)
+                for expert in range(experts)
+                for theirs, ours, shape in (
+                    ("w1", "gate", (inner, hidden)),
+                    ("w2", "down", (hidden, inner)),
+                    ("w3", "up", (inner, hidden)),
+                )
+            }
+        return router | {
+            f"{moe}.experts.{{}}.w1.weight": stored("ffn_gate_exps.weight", experts, inner, hidden).experts(),
+            f"{moe}.experts.{{}}.w2.weight": stored("ffn_down_exps.weight", experts, hidden, inner).experts(),
+            f"{moe}.experts.{{}}.w3.weight": stored("ffn_up_exps.weight", experts, inner, hidden).experts(),
+        }
 
     def config(self) -> dict[str, Any]:
-        tensors = self.file.tensors
-        self._refuse_unsupported()
+        self.expect("rope.dimension_count", self.head_dim)
         config = {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
-            "attention_bias": self._attention_bias(),
+            "attention_bias": self.any_layer_has(*_ATTENTION_BIASES),
             "head_dim": self.head_dim,
             "hidden_act": "silu",
-            "hidden_size": self.integer("embedding_length"),
-            "intermediate_size": self.integer("feed_forward_length"),
+            "hidden_size": self.hidden,
+            "intermediate_size": self.inner,
             "max_position_embeddings": self.integer("context_length"),
-            "mlp_bias": False,
+            "mlp_bias": self.any_layer_has(*_MLP_BIASES),
             "num_attention_heads": self.heads,
             "num_hidden_layers": self.n_layers,
             "num_key_value_heads": self.kv_heads,
             "rms_norm_eps": self.number("attention.layer_norm_rms_epsilon"),
             "rope_theta": self.number("rope.freq_base", 10000.0),
-            "tie_word_embeddings": "output.weight" not in tensors,
-            "vocab_size": tensors["token_embd.weight"].shape[0],
+            "tie_word_embeddings": self.is_tied,
+            "vocab_size": self.vocab,
         }
-        if scaling := self._rope_scaling(config["rope_theta"]):
+        if scaling := rope_scaling(self):
             config["rope_scaling"] = scaling
-        return config
-
-    def _refuse_unsupported(self) -> None:
-        if self.value("expert_count", 0):
-            raise ConversionError(f"{self.file.path} is a mixture of experts of architecture llama: not supported yet")
-        for key in ("attention.value_length", "rope.dimension_count"):
-            if self.integer(key, self.head_dim) != self.head_dim:
-                raise ConversionError(
-                    f"{self.file.path}: {self.name}.{key} is {self.value(key)}, expected the head size {self.head_dim}"
-                )
-
-    def _attention_bias(self) -> bool:
-        present = [f"blk.{i}.{bias}" in self.file.tensors for i in range(self.n_layers) for bias in self.attention_biases]
-        if any(present) and not all(present):
-            raise ConversionError(
-                f"{self.file.path} has some attention biases and lacks others, which LlamaForCausalLM cannot hold"
-            )
-        return any(present)
-
-    def _rope_scaling(self, rope_theta: float) -> dict[str, Any] | None:
-        kind = self.value("rope.scaling.type", "none")
-        if _ROPE_FACTORS in self.file.tensors:
-            if kind != "none":
-                raise ConversionError(f"{self.file.path} has both {_ROPE_FACTORS} and rope scaling {kind}")
-            return self._llama3_scaling(rope_theta)
-        if kind == "none":
-            return None
-        if kind == "linear":
-            return {"rope_type": "linear", "factor": self.number("rope.scaling.factor")}
-        raise ConversionError(f"{self.file.path}: rope scaling {kind!r} is not supported; known are none, linear and llama3")
-
-    def _llama3_scaling(self, rope_theta: float) -> dict[str, Any]:
-        tensor = self.file.tensors[_ROPE_FACTORS]
-        factors = dequantize_rows(self.file.packed_rows(tensor), tensor.type).reshape(-1).double()
-        low, high, original = _LLAMA3_ROPE
-        factor = float(factors.max())
-        frequencies = rope_theta ** -(torch.arange(0, self.head_dim, 2).double() / self.head_dim)
-        wavelengths = 2 * math.pi / frequencies
-        smooth = ((original / wavelengths - low) / (high - low)).clamp(0, 1)
-        expected = 1 / ((1 - smooth) / factor + smooth)
-        if len(factors) != len(expected) or not torch.allclose(factors, expected, rtol=1e-4):
-            raise ConversionError(f"{self.file.path}: {_ROPE_FACTORS} is not the scaling of Llama 3; no other is supported")
-        return {
-            "rope_type": "llama3",
-            "factor": factor,
-            "low_freq_factor": low,
-            "high_freq_factor": high,
-            "original_max_position_embeddings": original,
+        if not self.experts:
+            self.expect("expert_used_count", 0)
+            return config
+        for dense in ("attention_bias", "mlp_bias"):
+            config.pop(dense)
+        return config | {
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "num_experts_per_tok": self.integer("expert_used_count"),
+            "num_local_experts": self.experts,
         }

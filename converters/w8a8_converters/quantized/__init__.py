@@ -1,0 +1,1 @@
+"""Quantized Hugging Face checkpoints as sources: dequantized, one small file per format."""
