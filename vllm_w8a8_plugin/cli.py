@@ -114,16 +114,35 @@ def convert(
             show_default=False,
         ),
     ] = None,
+    from_quantized: Annotated[
+        bool,
+        typer.Option(
+            "--from-quantized",
+            help="SRC is quantized, by fp8, GPTQ, AWQ or compressed-tensors: dequantize it, then quantize it anew.",
+        ),
+    ] = False,
+    hf_config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="SRC is a GGUF file: take the model's config.json, and tokenizer and generation config if it has them, from "
+            "this Hugging Face folder instead of the file's metadata.",
+            show_default=False,
+        ),
+    ] = None,
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest weight file, as 4GB or 500MB.")] = "4GB",
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace OUT, with everything in it, if it is a model folder.")
     ] = False,
 ) -> None:
-    """Convert a checkpoint to W8A8. Everything is checked before anything is written."""
+    """Convert a checkpoint to W8A8. Everything is checked before anything is written.
+
+    Exits 2 where a file of SRC is broken or missing, 1 where the conversion is not possible otherwise.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    from w8a8_converters.errors import ConversionError
+    from w8a8_converters.errors import BrokenFileError, ConversionError
 
     # As Ctrl-C: job schedulers, containers and lost terminals end a process so, and the partial folder must go.
     for ending in (signal.SIGTERM, signal.SIGHUP):
@@ -160,17 +179,73 @@ def convert(
                 folding=FoldingOptions(
                     rotate, untie, equalize, calibration, quality.value if quality else None, quality_budget
                 ),
+                from_quantized=from_quantized,
+                hf_config=hf_config,
                 max_shard_size=max_shard_size,
                 overwrite=overwrite,
                 progress=progress,
             )
     except ConversionError as error:
         typer.secho(f"error: {error}", fg=typer.colors.RED, err=True)
-        raise typer.Exit(1) from None
+        raise typer.Exit(2 if isinstance(error, BrokenFileError) else 1) from None
     except (KeyboardInterrupt, SystemExit) as stop:
         typer.secho(f"interrupted: {out} was not written", fg=typer.colors.RED, err=True)
         raise typer.Exit(130 if isinstance(stop, KeyboardInterrupt) else stop.code) from None
     _print_report(report, console)
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A .gguf file, or whatever vllm serve takes.")],
+) -> None:
+    """Serve a model in W8A8: runs vllm serve MODEL --quantization w8a8. Behind MODEL, all options of vllm serve are taken."""
+    from vllm_w8a8_plugin import compat, gguf
+
+    try:
+        if compat.installed_vllm() is None:
+            raise ValueError(compat.vllm_problem(None))
+        if model.startswith("-"):
+            raise ValueError(f"{model}: MODEL comes first, options of vllm serve behind it")
+        gguf.locate(model)
+    except ValueError as error:
+        typer.secho(f"error: {error}", fg=typer.colors.RED, err=True)
+        raise typer.Exit(1) from None
+    command = compat.serve_command(model, ["--quantization", "w8a8", *context.args])
+    os.execv(command[0], command)
+
+
+@app.command()
+def inspect(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A .gguf file, any part of a split one, or a model folder.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """Say what a checkpoint is, what convert would make of it, and what it takes to serve. Reads no weights.
+
+    Exits 2 where a file is broken or missing, 1 where the checkpoint cannot be converted.
+    """
+    import json
+
+    from rich.console import Console
+
+    from vllm_w8a8_plugin.inspection import tables
+    from w8a8_converters.inspect import inspect as look
+
+    found = look(path)
+    if as_json:
+        typer.echo(json.dumps(found.to_dict(), indent=2))
+    else:
+        console = Console()
+        for table in tables(found):
+            console.print(table)
+        for note in found.notes:
+            console.print(f"note: {note}", markup=False, highlight=False)
+    for problem in found.problems:
+        typer.secho(f"problem: {problem}", fg=typer.colors.RED, err=True)
+    if found.problems:
+        raise typer.Exit(2 if found.broken else 1)
 
 
 @app.command()

@@ -5,8 +5,10 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import sys
+from collections.abc import Callable
 
-from w8a8_kernels.select import KERNEL_VARIABLE, Facts, select_scaled_mm
+from w8a8_kernels.select import KERNEL_VARIABLE, Choice, Facts, select_scaled_mm
 
 OLDEST, TOO_NEW = "0.25.1", "0.34"
 INSTALL = "pip install 'vllm-w8a8-plugin[cuda]' on an NVIDIA GPU, 'vllm-w8a8-plugin[cpu]' without one"
@@ -45,6 +47,15 @@ def vllm_problem(version: str | None) -> str | None:
     return f"vLLM {version} is outside the supported range {OLDEST} <= version < {TOO_NEW}: {INSTALL}"
 
 
+def serve_command(model: str, options: list[str]) -> list[str]:
+    """The command line of `vllm serve MODEL OPTIONS` in this environment."""
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:  # the CPU build, without metadata that the `vllm` command asks for
+        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *options]
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, *options]
+
+
 def load_vllm_ops() -> None:
     """Load vLLM's compiled ops into torch, as vLLM does when it starts; without them nothing of vLLM's is offered."""
     from vllm.platforms import current_platform
@@ -52,15 +63,19 @@ def load_vllm_ops() -> None:
     current_platform.import_kernels()
 
 
-def check_forced_kernel() -> None:
-    """Raise ValueError where VLLM_W8A8_KERNEL names a kernel that cannot run on vLLM's platform. Touches no GPU."""
+def check_forced_kernel(select: Callable[[Facts], Choice] = select_scaled_mm) -> None:
+    """Raise ValueError where VLLM_W8A8_KERNEL names a kernel that cannot run on vLLM's platform. Touches no GPU.
+
+    Args:
+        select: what chooses the kernel; it raises the error.
+    """
     if not os.environ.get(KERNEL_VARIABLE):
         return
     from vllm.platforms import current_platform
 
     capability = current_platform.get_device_capability()
     is_cpu = current_platform.is_cpu()
-    select_scaled_mm(
+    select(
         Facts(
             None if is_cpu or capability is None else (capability.major, capability.minor),
             has_triton=importlib.util.find_spec("triton") is not None,

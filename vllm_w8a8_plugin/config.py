@@ -2,12 +2,14 @@
 
 import difflib
 import logging
+import re
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
-from vllm_w8a8_plugin import compat, envs, log
+from vllm_w8a8_plugin import compat, envs, gguf, log, saved_state
 from w8a8_converters.layers import is_quantized_by_default
 from w8a8_converters.rules import SkipRules
 from w8a8_kernels.hadamard import AUTO, BLOCKS, parse_choice
@@ -71,8 +73,17 @@ class W8A8Config(QuantizationConfig):
         # Whether a layer was given a method for int8 logits, and whether an lm_head was that is quantized while it loads.
         self._gives_logits = False
         self._has_lm_head = False
+        # Names of linear layers and experts that were built, int8 or not, as a checkpoint has them.
         self._seen: set[str] = set()
+        self._unmatched_are_said = False
         self._blocks_used: set[str] = set()
+        self._from_gguf = False
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # vLLM sends this config to processes that it spawns: they need the loader, which is too heavy for `register()`.
+        self.__dict__.update(state)
+        if self._from_gguf:
+            gguf.register_loader()
 
     def __repr__(self) -> str:
         more = f", hadamard_blocks={self.hadamard_blocks}" if self.hadamard_blocks else ""
@@ -138,6 +149,10 @@ class W8A8Config(QuantizationConfig):
         log.once(f"compressed-tensors checkpoint left to vLLM's own path: {refusal}")
         return None
 
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+        """Note where the weights come from."""
+        self._from_gguf = gguf.is_metadata_folder(model_name)
+
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Rename the modules in `skip` and `hadamard_blocks` as the model class renames its weights."""
         self.rules = SkipRules(hf_to_vllm_mapper.apply_list(list(self.rules.patterns)))
@@ -156,6 +171,8 @@ class W8A8Config(QuantizationConfig):
 
         from vllm_w8a8_plugin.linear import W8A8LinearMethod, W8A8OnlineLinearMethod
 
+        if saved_state.is_loaded():
+            saved_state.compare_when_loaded()
         # vLLM builds a draft model beneath this name; its checkpoint, whose names are compared with, has none.
         prefix = prefix.removeprefix("draft_model.")
         if isinstance(layer, LinearBase):
@@ -195,7 +212,11 @@ class W8A8Config(QuantizationConfig):
         if int8_in_checkpoint:
             return W8A8LMHeadMethod(self.rules.patterns, self._hadamard_of(prefix), self._all_built)
         if self.online and self.rules.skips(prefix):
-            raise ValueError(f"{envs.LM_HEAD} and {envs.SKIP_MODULES} both name {prefix}: set one of them")
+            entries = ", ".join(repr(pattern) for pattern in self.rules.patterns if SkipRules([pattern]).skips(prefix))
+            raise ValueError(
+                f"{envs.LM_HEAD}=1 asks for an int8 {prefix}, but {envs.SKIP_MODULES} has {entries}, which leaves {prefix} as "
+                "it is: unset the one, or take that out of the other"
+            )
         self._has_lm_head = True
         return W8A8OnlineLMHeadMethod(self._hadamard_of(prefix), self._all_built)
 
@@ -269,9 +290,8 @@ class W8A8Config(QuantizationConfig):
 
     def _all_built(self) -> None:
         """Check what can be checked when all layers are there; called once or more for each of them."""
-        if self.online:
-            self.warn_unmatched()
-        else:
+        self.warn_unmatched()
+        if not self.online:
             self.check_blocks()
         if self.lm_head and not self._gives_logits and makes_logits():
             log.once(
@@ -281,10 +301,10 @@ class W8A8Config(QuantizationConfig):
             )
 
     def check_blocks(self) -> None:
-        """Raise ValueError if `hadamard_blocks` names a kind of layer that the model does not have in int8.
+        """Raise ValueError if `hadamard_blocks` names a layer, or a kind of layer in int8, that the model does not have.
 
         For when all layers are built. A name that matches nothing is a typing error, and its layer would compute garbage. Full
-        names may belong to another pipeline stage and are not checked.
+        names that may belong to another pipeline stage, a draft model or a tower are let pass.
         """
         lost = sorted(name for name in self.hadamard_blocks if "." not in name and name not in self._blocks_used)
         if lost:
@@ -293,16 +313,87 @@ class W8A8Config(QuantizationConfig):
                 f"quantization_config: hadamard_blocks names {', '.join(lost)}, but the int8 layers of this model are {have}. "
                 "Correct config.json, or convert the model again"
             )
+        full = sorted(name for name in self.hadamard_blocks.keys() - self._blocks_used - self._seen if "." in name)
+        lost = _names_of_no_layer(full, self._seen, _current_model_config())
+        if lost:
+            near = difflib.get_close_matches(lost[0], self._seen, n=1)
+            hint = f" (is {lost[0]} a misspelling of {near[0]}?)" if near else ""
+            raise ValueError(
+                f"quantization_config: hadamard_blocks names {', '.join(lost)}, but this model has no such layer{hint}. "
+                "Correct config.json, or convert the model again"
+            )
 
     def warn_unmatched(self) -> None:
-        """Warn of skip patterns that match no linear layer. For when all layers are built; only the first call looks."""
-        seen, self._seen = self._seen, set()
-        if not seen:
+        """Warn of skip patterns that match no linear layer. For when all layers are built; only the first call looks.
+
+        Of a checkpoint's `ignore` only entries are named that look like a misspelling: `misspelt_layers`.
+        """
+        if self._unmatched_are_said or not self._seen:
             return
-        for pattern in self.rules.unmatched(seen):
-            near = difflib.get_close_matches(pattern, {name.rpartition(".")[2] for name in seen})
-            hint = f"; did you mean {' or '.join(near)}?" if near else ""
-            log.once(f"{envs.SKIP_MODULES}: {pattern!r} matches no linear layer of this model{hint}", logging.WARNING)
+        self._unmatched_are_said = True  # a draft model, which may share this config, has few of the layers
+        for pattern in self.rules.unmatched(self._seen):
+            if self.online:
+                near = difflib.get_close_matches(pattern, {name.rpartition(".")[2] for name in self._seen})
+                where = f"{envs.SKIP_MODULES}: {pattern!r} matches"
+            else:
+                near = misspelt_layers(pattern, {*self._seen, *self.packed_modules_mapping, "lm_head"})
+                where = f"quantization_config: ignore has {pattern!r}, which matches"
+            if near or self.online:
+                hint = f"; did you mean {' or '.join(near)}?" if near else ""
+                log.once(f"{where} no linear layer of this model{hint}", logging.WARNING)
+
+
+def misspelt_layers(pattern: str, names: Collection[str]) -> list[str]:
+    """What an entry of `ignore` that matches no layer seems to mean: components of `names`, the most likely first.
+
+    Most entries that match nothing are right: tools list what a model class does not build (towers, MTP layers), does not
+    build as a quantizable layer (routers, embeddings, a tied lm_head), or builds in another pipeline stage. So nothing is
+    found for what is never quantized by default, nor for an entry that ends as layers of the model do.
+    """
+    words = [word for word in re.findall(r"\w+", pattern.removeprefix("re:")) if not word.isdigit()]
+    known = {part for name in names for part in name.split(".") if not part.isdigit()}
+    if not words or words[-1] in known or not _may_be_quantized(".".join(words)):
+        return []
+    return difflib.get_close_matches(words[-1], known, cutoff=0.8)
+
+
+def _names_of_no_layer(candidates: list[str], built: Collection[str], model_config: Any) -> list[str]:
+    """Those of the full names `candidates` that cannot be layers of the model which are built elsewhere.
+
+    Args:
+        candidates: names that are not among `built`.
+        built: names of the layers of this process.
+        model_config: vLLM's; None for layers without a model.
+    """
+    kinds, parents = {_without_numbers(name) for name in built}, {_layer_of(name)[0] for name in built}
+    text = getattr(model_config, "hf_text_config", None)
+    layers = getattr(text, "num_hidden_layers", None)
+    has_draft = getattr(text, "num_nextn_predict_layers", 0)  # its layers have the numbers behind the model's
+    # Not so in a pipeline stage, nor for a draft model with the target's checkpoint.
+    builds_all = layers is not None and {_layer_of(name)[1] for name in built} >= set(range(layers))
+
+    def is_lost(name: str) -> bool:
+        parent, number = _layer_of(name)
+        if _without_numbers(name) in kinds:
+            return builds_all and number is not None and number >= layers and not has_draft
+        return _may_be_quantized(name) and (builds_all or (parent is not None and parent in parents))
+
+    return [name for name in candidates if is_lost(name)]
+
+
+def _may_be_quantized(module: str) -> bool:
+    """Whether no component of a module's name says that it stays as it is unless it is asked for."""
+    return is_quantized_by_default(f"layers.0.{module}.weight", ndim=2)
+
+
+def _without_numbers(name: str) -> str:
+    return re.sub(r"\.\d+(?=\.)", ".N", name)
+
+
+def _layer_of(name: str) -> tuple[str | None, int | None]:
+    """The transformer layer that a module is in, as `model.layers.3`, and its number; None where it is in none."""
+    match = re.match(r"(?:.*?\.)??(?:layers|h|blocks|block)\.(\d+)(?=\.)", name)
+    return (None, None) if match is None else (match[0], int(match[1]))
 
 
 def _check_variable_against(checkpoint: dict[str, Any]) -> None:

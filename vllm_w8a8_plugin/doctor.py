@@ -132,7 +132,8 @@ def _diagnose_ptxas(result: Diagnosis, capabilities: list[tuple[int, int]]) -> N
             ptxas = find_ptxas(capability)
         except RuntimeError as error:
             result.facts.append(("ptxas", "unknown"))
-            result.problems.append(str(error))
+            if str(error) not in result.problems:  # of another GPU
+                result.problems.append(str(error))
             continue
         result.facts.append(("ptxas", str(ptxas)))
         problem = ptxas.problem()

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from w8a8_kernels.hadamard import AUTO, parse_choice
 from w8a8_kernels.select import KERNEL_VARIABLE
@@ -14,6 +15,7 @@ FUSION = "VLLM_W8A8_FUSION"
 HADAMARD = "VLLM_W8A8_HADAMARD"
 TP_CONSISTENT_ACTIVATIONS = "VLLM_W8A8_TP_CONSISTENT_ACTIVATIONS"
 LM_HEAD = "VLLM_W8A8_LM_HEAD"
+CACHE_DIR = "VLLM_W8A8_CACHE_DIR"
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,12 @@ VARIABLES = (
         "1: quantize an lm_head that is not int8 in the checkpoint while it loads. An embedding to which it is tied keeps its "
         "rows and gets an int8 copy beside them: half as much memory again. Where set, it wins over the entry lm_head of a "
         "checkpoint's quantization_config.",
+    ),
+    Variable(
+        CACHE_DIR,
+        "",
+        "Folder for the configs and tokenizers that are made of GGUF files' metadata. Default: $XDG_CACHE_HOME/vllm-w8a8, or "
+        "~/.cache/vllm-w8a8.",
     ),
     Variable(
         KERNEL_VARIABLE, "", "Force one kernel by name: triton, cutlass, dp4a, onednn or torch. Fails where it cannot run."
@@ -113,6 +121,12 @@ def lm_head(default: bool = False) -> bool:
         ValueError: the variable is neither a yes nor a no.
     """
     return _yes(LM_HEAD, default)
+
+
+def cache_dir() -> Path:
+    """The folder of VLLM_W8A8_CACHE_DIR, or the default one. It need not exist."""
+    cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get(CACHE_DIR, "").strip() or Path(cache_home, "vllm-w8a8")).absolute()
 
 
 def check() -> None:

@@ -57,7 +57,7 @@ class W8A8LinearMethod(LinearMethodBase):
             data=torch.empty(n, input_size_per_partition, dtype=torch.int8),
             input_dim=1,
             output_dim=0,
-            weight_loader=checked_loader(weight_loader, (torch.int8,)),
+            weight_loader=checked_loader(weight_loader, (torch.int8,), self._all_built),
         )
         scale = ChannelQuantScaleParameter(
             data=torch.empty(n, 1, dtype=torch.float32),
@@ -200,10 +200,15 @@ class W8A8OnlineLinearMethod(W8A8LinearMethod):
         super().process_weights_after_loading(layer)
 
 
-def checked_loader(weight_loader: Callable, dtypes: tuple[torch.dtype, ...]) -> Callable:
+def checked_loader(
+    weight_loader: Callable, dtypes: tuple[torch.dtype, ...], all_built: Callable[[], None] = lambda: None
+) -> Callable:
     """`weight_loader` that refuses tensors of another dtype, which vLLM would convert without a word.
 
     It also refuses to load into a parameter of another dtype: weights that were quantized while they loaded.
+
+    Args:
+        all_built: called before it refuses a tensor: what is said of the config then may be why the dtype is another.
     """
 
     @functools.wraps(weight_loader)  # vLLM binds arguments by the signature, which wraps keeps
@@ -215,6 +220,7 @@ def checked_loader(weight_loader: Callable, dtypes: tuple[torch.dtype, ...]) -> 
                 "them; model.load_weights alone does not"
             )
         if loaded_weight.dtype not in dtypes:
+            all_built()
             raise ValueError(
                 f"the checkpoint holds a weight of dtype {loaded_weight.dtype} and shape {tuple(loaded_weight.shape)} where "
                 f"{' or '.join(map(str, dtypes))} is expected. Is the checkpoint complete, and quantized as config.json says?"

@@ -18,7 +18,7 @@ import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-from vllm_w8a8_plugin import envs, log
+from vllm_w8a8_plugin import envs, log, saved_state
 from vllm_w8a8_plugin.linear import W8A8LinearMethod, W8A8OnlineLinearMethod
 from vllm_w8a8_plugin.warmup import WARMUP
 from w8a8_kernels.quantize.weight import quantize_weight
@@ -84,6 +84,10 @@ class W8A8OnlineLMHeadMethod(_LogitsMixin, W8A8OnlineLinearMethod):
             embed_tokens.quant_method = method
         method.gives_logits = lambda: True
         layer.weight = embed_tokens.weight
+        # A saved state has nothing of the copy: it is made of the embedding again, so the state fits either way.
+        if hasattr(layer, "weight_scale"):
+            del layer.weight_scale
+        saved_state.forget_blocks(layer)
         layer.quant_method = _TiedLMHeadMethod(embed_tokens)
         return layer
 

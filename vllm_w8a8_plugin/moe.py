@@ -42,6 +42,9 @@ class W8A8MoEMethod(FusedMoEMethodBase):
         hadamard_in, hadamard_out: what the config says of the first projections (gate and up) and of the last (down), each one
             of `w8a8_kernels.hadamard.CHOICES`.
         all_built: called when the model's layers are all there, once for each of them.
+
+    Raises:
+        ValueError: VLLM_W8A8_KERNEL names a kernel that experts cannot run on here.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class W8A8MoEMethod(FusedMoEMethodBase):
         all_built: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(moe)
+        compat.check_forced_kernel(select_experts)
         self._hadamard = hadamard_in, hadamard_out
         self._all_built = all_built
 
@@ -84,7 +88,9 @@ class W8A8MoEMethod(FusedMoEMethodBase):
     def _register_weight(self, layer, name: str, shape: tuple[int, ...], params_dtype: torch.dtype, attrs: dict) -> None:
         weight = torch.nn.Parameter(torch.empty(shape, dtype=torch.int8), requires_grad=False)
         layer.register_parameter(name, weight)
-        set_weight_attrs(weight, attrs | {"weight_loader": checked_loader(attrs["weight_loader"], (torch.int8,))})
+        set_weight_attrs(
+            weight, attrs | {"weight_loader": checked_loader(attrs["weight_loader"], (torch.int8,), self._all_built)}
+        )
 
     def _register_scales(self, layer, shapes: dict[str, tuple[int, ...]], attrs: dict) -> None:
         for name, (experts, rows, _) in shapes.items():

@@ -2,8 +2,10 @@
 
 import functools
 import logging
+from collections.abc import Callable
+from typing import Any
 
-from vllm_w8a8_plugin import compat, envs, log, stock_int8
+from vllm_w8a8_plugin import compat, envs, gguf, log, stock_int8
 
 QUANTIZATION = "w8a8"
 # vLLM's methods that may have int8 layers in schemes that `QUANTIZATION` does not read.
@@ -14,8 +16,8 @@ _PATCHED = "_w8a8_patched"
 def register_plugin() -> None:
     """Register the quantization method `w8a8`; if VLLM_W8A8_ENABLE is set, also change what vLLM does by itself.
 
-    Then `EngineArgs.create_model_config` is wrapped, and our kernel stands in front of vLLM's int8 kernels. If it is not set,
-    one warning is made ready for GPUs on which those fail.
+    Then unquantized checkpoints become W8A8, and our kernel stands in front of vLLM's int8 kernels. If it is not set, one
+    warning is made ready for GPUs on which those fail. `EngineArgs` is wrapped, for models that ask for W8A8 alone.
     """
     version = compat.installed_vllm()
     problem = compat.vllm_problem(version)
@@ -33,8 +35,8 @@ def register_plugin() -> None:
     if QUANTIZATION not in QUANTIZATION_METHODS:
         register_quantization_config(QUANTIZATION)(W8A8Config)
     # The other variables are checked where a model asks for W8A8: a bad one must not stop those that do not.
+    _wrap_engine_args()
     if envs.enabled():
-        _wrap_create_model_config()
         _offer_int8_kernel()
     stock_int8.watch()
 
@@ -50,23 +52,70 @@ def _offer_int8_kernel() -> None:
     scaled_mm.offer()
 
 
-def _wrap_create_model_config() -> None:
-    """Let VLLM_W8A8_ENABLE quantize unquantized checkpoints; vLLM asks plugins only about quantized ones."""
-    from vllm.engine.arg_utils import EngineArgs
+def _wrap_engine_args() -> None:
+    """Let a GGUF file be the model, and VLLM_W8A8_ENABLE quantize unquantized checkpoints: vLLM asks plugins about neither.
 
-    original = EngineArgs.create_model_config
-    if hasattr(original, _PATCHED):
-        return
+    And say where VLLM_W8A8_LM_HEAD has no effect.
+    """
+    from vllm.engine import arg_utils
 
-    @functools.wraps(original)
-    def create_model_config(self, *args, **kwargs):
-        model_config = original(self, *args, **kwargs)
+    _wrap(arg_utils.EngineArgs, "create_engine_config", _resolving_first)
+    _wrap(arg_utils.EngineArgs, "create_model_config", _choosing_quantization)
+    _wrap(arg_utils, "get_model_path", _explaining_missing_files)
+
+
+def _wrap(owner: Any, name: str, wrapper: Callable[[Callable], Callable]) -> None:
+    original = getattr(owner, name)
+    if not hasattr(original, _PATCHED):  # also where another plugin has wrapped ours since: wraps() copies the mark
+        wrapped = functools.wraps(original)(wrapper(original))
+        setattr(wrapped, _PATCHED, True)
+        setattr(owner, name, wrapped)
+
+
+def _resolving_first(create_engine_config: Callable) -> Callable:
+    # Here, since vLLM looks for a config beside the model before it calls create_model_config.
+    def wrapped(self, *args, **kwargs):
+        gguf.resolve(self)
+        return create_engine_config(self, *args, **kwargs)
+
+    return wrapped
+
+
+def _choosing_quantization(create_model_config: Callable) -> Callable:
+    def wrapped(self, *args, **kwargs):
+        gguf.resolve(self)  # some commands call this one alone
+        model_config = create_model_config(self, *args, **kwargs)
         if envs.enabled():
             request_w8a8(model_config)
+        if _lm_head_is_asked_for() and model_config.quantization != QUANTIZATION:
+            log.once(
+                f"{envs.LM_HEAD}=1 has no effect on {model_config.model}, which is not served in W8A8 (its quantization is "
+                f"{model_config.quantization}): --quantization w8a8 or {envs.ENABLE}=1 asks for that",
+                logging.WARNING,
+            )
         return model_config
 
-    setattr(create_model_config, _PATCHED, True)
-    EngineArgs.create_model_config = create_model_config
+    return wrapped
+
+
+def _explaining_missing_files(get_model_path: Callable) -> Callable:
+    # With HF_HUB_OFFLINE, vLLM takes what is no path for a name on the Hub, before it calls anything that is wrapped above.
+    def wrapped(model, *args, **kwargs):
+        try:
+            return get_model_path(model, *args, **kwargs)
+        except Exception as error:
+            if gguf.is_gguf(model):
+                raise ValueError(f"{model} does not exist: give the path of a GGUF file") from error
+            raise
+
+    return wrapped
+
+
+def _lm_head_is_asked_for() -> bool:
+    try:
+        return envs.lm_head()
+    except ValueError:  # raised where a model asks for W8A8
+        return False
 
 
 def request_w8a8(model_config) -> None:

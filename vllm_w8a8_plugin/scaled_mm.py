@@ -4,7 +4,8 @@ Zero points. With asymmetric activations `y = s_x s_w (acc - z colsum)`, where `
 `colsum` the sum of a weight row's codes. The two can be far greater than their difference, so it is taken in int32, in the
 product's own accumulators: a weight row gets E more columns, whose codes sum to `-colsum`, and the activations hold z there.
 What every int8 kernel then sums is `acc - z colsum` itself, and its epilogue rounds once, as for symmetric activations. E is
-`max |colsum| / 127`, some percent of K for weights that are spread around zero. A bias of `-s_x s_w z colsum` would cost
+`max |colsum| / 127`, some percent of K for weights that are spread around zero, and a quarter more: weights that are loaded
+again lie where those before lay, so their columns have to fit these. A bias of `-s_x s_w z colsum` would cost
 nothing, but fp32 holds neither `acc` beyond 2^24 nor the products exactly; vLLM's Triton kernel subtracts after rounding.
 """
 
@@ -22,6 +23,10 @@ from w8a8_kernels.ops import device_facts
 from w8a8_kernels.select import CUTLASS_ALIGNMENT, MAX_K, MIN_DP4A_CAPABILITY
 
 CODE_MIN, CODE_MAX = -128, 127
+
+# One column for the zero point in so many more is kept for weights that are loaded later. Random weights of other seeds have
+# a largest |colsum| within some ten percent.
+SPARE = 4
 
 
 class W8A8Int8ScaledMMLinearKernel(Int8ScaledMMLinearKernel):
@@ -81,7 +86,7 @@ class W8A8Int8ScaledMMLinearKernel(Int8ScaledMMLinearKernel):
                 Afterwards: weight [N, K + E] int8; weight scale [N, 1] fp32; input scale [1] fp32; input zero point [1] int32.
 
         Raises:
-            ValueError: scales of another number, or a weight that is too long.
+            ValueError: scales of another number, a weight that is too long, or one that was loaded again and does not fit.
         """
         weight_name, scale_name, input_scale_name, zero_point_name, _ = self.layer_param_names
         # vLLM takes this flag away before it loads other weights; its own methods use it, too.
@@ -91,7 +96,7 @@ class W8A8Int8ScaledMMLinearKernel(Int8ScaledMMLinearKernel):
         scale = channel_scales(getattr(layer, scale_name).data, layer.logical_widths, weight.shape[0])
         K = weight.shape[1]
         if not self.config.input_symmetric:
-            weight = append_zero_point_columns(weight)
+            weight = append_zero_point_columns(weight, getattr(layer, "w8a8_zero_point_columns", None))
         if weight.shape[1] > MAX_K:
             raise ValueError(f"int8 weight of {weight.shape[1]} columns: int32 sums of more than {MAX_K} could overflow")
         layer.w8a8_zero_point_columns = weight.shape[1] - K
@@ -190,19 +195,32 @@ def one_value(value: torch.Tensor | None, name: str) -> torch.Tensor:
     return value.data.reshape(1)
 
 
-def append_zero_point_columns(weight: torch.Tensor) -> torch.Tensor:
+def append_zero_point_columns(weight: torch.Tensor, columns: int | None = None) -> torch.Tensor:
     """`weight` with columns that, where activations hold a zero point z, add `-z colsum` to the int32 product.
 
     Args:
         weight: codes [N, K] int8.
+        columns: E, where it is given. Default: as many as are needed and a quarter more.
 
     Returns:
-        [N, K + E] int8: E codes in [-127, 127] that sum to minus the sum of the row's; K + E is a multiple of 16, or E is 0.
+        [N, K + E] int8: E codes in [-127, 127] that sum to minus the sum of the row's; by default, K + E is a multiple of 16,
+        or E is 0.
+
+    Raises:
+        ValueError: more than `columns` are needed.
     """
     colsum = weight.sum(dim=1, dtype=torch.int32)
     magnitude = colsum.abs()
     E = -(-int(magnitude.max()) // CODE_MAX) if weight.numel() else 0
-    if E:
+    if columns is not None:
+        if E > columns:
+            raise ValueError(
+                f"the weight that is loaded again needs {E} columns for the zero point of its activations, and the one before "
+                f"left {columns}: its rows sum to far greater numbers. Start the engine with the new weights instead"
+            )
+        E = columns
+    elif E:
+        E += -(-E // SPARE)
         E += -(weight.shape[1] + E) % CUTLASS_ALIGNMENT
     before = CODE_MAX * torch.arange(E, dtype=torch.int32, device=weight.device)
     digits = (magnitude[:, None] - before).clamp(0, CODE_MAX) * -colsum.sign()[:, None]

@@ -29,14 +29,14 @@ def smollm2_gguf() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Folder of SmolLM2 in a format, `w8a8 with lm_head` and `w8a8 with no hadamard` among them.
+    """Folder of SmolLM2 in a format, `w8a8 with lm_head` and `w8a8 with no hadamard` among them; for `gguf`, the file.
 
     `bf16` comes from the GGUF, the int8 formats from that, so that all have one source.
     """
     from w8a8_converters.convert import convert
 
     root = tmp_path_factory.mktemp("smollm2")
-    done: dict[str, Path] = {}
+    done: dict[str, Path] = {"gguf": smollm2_gguf}
 
     def folder(format: str) -> Path:
         if format not in done:

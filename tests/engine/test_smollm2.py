@@ -15,6 +15,7 @@ WAYS = {
     "bf16": ("bf16", {}, {}),
     "online": ("bf16", {"quantization": "w8a8"}, {}),
     "online by variable": ("bf16", {}, {"VLLM_W8A8_ENABLE": "1"}),
+    "gguf": ("gguf", {"quantization": "w8a8"}, {}),
     "w8a8": ("w8a8", {}, {}),
     "w8a8, int8 lm_head": ("w8a8 with lm_head", {}, {}),
     "online, no hadamard": ("bf16", {"quantization": "w8a8"}, {"VLLM_W8A8_HADAMARD": "0"}),
@@ -25,14 +26,16 @@ WAYS = {
 
 
 @pytest.fixture(scope="module")
-def run(smollm2: Callable[[str], Path]) -> Callable[[str], Run]:
+def run(smollm2: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
     """The engine's answers to the text, one engine for each way."""
     runs: dict[str, Run] = {}
+    cache = {"VLLM_W8A8_CACHE_DIR": str(tmp_path_factory.mktemp("cache"))}
 
     def get(way: str) -> Run:
         if way not in runs:
             format, engine, env = WAYS[way]
-            runs[way] = run_engine(smollm2(format), text_chunks(smollm2("bf16"), TOKENS, CHUNK), engine=engine, env=env)
+            prompts = text_chunks(smollm2("bf16"), TOKENS, CHUNK)
+            runs[way] = run_engine(smollm2(format), prompts, engine=engine, env=env | cache)
         return runs[way]
 
     return get
@@ -42,6 +45,7 @@ def run(smollm2: Callable[[str], Path]) -> Callable[[str], Run]:
     ("online", "way"),
     [
         ("online", "online by variable"),
+        ("online", "gguf"),
         ("online", "w8a8"),
         ("online, no hadamard", "w8a8, no hadamard"),
         ("online, no hadamard", "compressed-tensors"),

@@ -405,6 +405,9 @@ def test_which_kernel_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
         choice = select_experts(facts)
         assert choice.kernel == "torch"
         assert reason in choice.reason
+    monkeypatch.setenv("VLLM_W8A8_KERNEL", "onednn")
+    with pytest.raises(ValueError, match=r"VLLM_W8A8_KERNEL=onednn cannot run mixture.*on torch, on GPUs on triton\. Unset"):
+        select_experts(Facts(None, has_onednn=True))
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=str)

@@ -2,6 +2,7 @@ import copy
 import pickle
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -232,6 +233,93 @@ def test_warns_of_skip_patterns_that_match_nothing(monkeypatch: pytest.MonkeyPat
     ]
 
 
+# What a model class of two layers builds, experts and a router among them, and what a checkpoint may have besides.
+BUILT = [
+    *(f"model.layers.{i}.self_attn.{name}" for i in range(2) for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
+    *(f"model.layers.0.mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")),
+    *(f"model.layers.1.mlp.experts.{i}.{name}" for i in range(2) for name in ("gate_proj", "up_proj", "down_proj")),
+]
+
+
+def built_config(**entries) -> W8A8Config:
+    """Config of a checkpoint whose model has the layers BUILT."""
+    config = W8A8Config.from_config(NATIVE | entries)
+    config.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+    config._seen |= set(BUILT)
+    for name in BUILT:
+        config._hadamard_of(name)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("entry", "near"),
+    [
+        ("down_prj", "down_proj"),
+        ("model.layers.1.self_attn.o_prj", "o_proj"),
+        ("model.layers.*.mlp.down_projj", "down_proj"),
+        (r"re:.*layers\.\d+\.mlp\.down_prj$", "down_proj"),
+        ("self_atn", "self_attn"),
+        ("qkv_prj", "qkv_proj"),
+        ("lm_haed", "lm_head"),
+    ],
+)
+def test_warns_of_ignored_layers_that_are_misspelt(entry: str, near: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("vllm_w8a8_plugin.log.once", lambda message, level: said.append(message))
+    config = built_config(ignore=["lm_head", entry, "down_proj"])
+    for _ in range(2):
+        config.warn_unmatched()
+    (line,) = said
+    assert line.startswith(
+        f"quantization_config: ignore has {entry!r}, which matches no linear layer of this model; did you mean {near}"
+    )
+
+
+def test_is_silent_about_ignored_layers_that_a_model_class_does_not_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("vllm_w8a8_plugin.log.once", lambda message, level: said.append(message))
+    config = built_config(
+        ignore=[
+            "lm_head",  # tied
+            "re:.*lm_head",
+            "model.layers.1.mlp.gate",
+            r"re:.*mlp\.gate$",
+            "re:.*shared_expert_gate$",
+            "model.visual.blocks.0.attn.qkv",
+            "re:visual.*",
+            "vision_tower.encoder.layers.0.self_attn.k_proj",
+            "multi_modal_projector.linear_1",
+            "audio_tower.layers.0.fc1",
+            "model.embed_tokens",
+            "re:.*norm.*",
+            "mtp.fc",
+            "mtp.layers.0.mlp.down_proj",
+            "model.layers.2.self_attn.q_proj",  # an MTP layer, or in another pipeline stage
+            "model.layers.7.linear_attn.in_proj_ba",
+            "talker.model.layers.0.mlp.up_proj",
+            "conv",
+        ]
+    )
+    config.warn_unmatched()
+    assert said == []
+
+
+def test_misspelt_ignored_layer_is_named_before_its_dtype_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layer that the entry means is loaded as an int8 one."""
+    from vllm_w8a8_plugin.linear import checked_loader
+
+    said: list[str] = []
+    monkeypatch.setattr("vllm_w8a8_plugin.log.once", lambda message, level: said.append(message))
+    config = built_config(ignore=["lm_head", "down_prj"])
+    loader = checked_loader(lambda parameter, loaded: None, (torch.int8,), config._all_built)
+    parameter = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.int8), requires_grad=False)
+    loader(parameter, torch.zeros(2, 2, dtype=torch.int8))
+    assert said == []
+    with pytest.raises(ValueError, match=r"holds a weight of dtype torch\.bfloat16"):
+        loader(parameter, torch.zeros(2, 2, dtype=torch.bfloat16))
+    assert "'down_prj'" in said[0]
+
+
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
     [
@@ -270,3 +358,55 @@ def test_blocks_of_layers_that_are_not_there_are_refused() -> None:
     for ignore in ("lm_head", [1], {"a": 1}):
         with pytest.raises(ValueError, match="expected a list of names or patterns"):
             W8A8Config.from_config(native | {"ignore": ignore})
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("model.layers.0.mlp.down_prj", " (is model.layers.0.mlp.down_prj a misspelling of model.layers.0.mlp.down_proj?)"),
+        ("model.layers.0.self_atn.o_proj", ""),
+        ("modle.layers.0.mlp.down_proj", ""),  # only where all layers are there
+        ("model.layers.2.mlp.down_proj", ""),
+        ("model.layers.1.mlp.experts.7.down_projj", ""),
+    ],
+)
+def test_blocks_of_named_layers_that_are_not_there_are_refused(name: str, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = SimpleNamespace(num_hidden_layers=2)
+    monkeypatch.setattr("vllm_w8a8_plugin.config._current_model_config", lambda: SimpleNamespace(hf_text_config=text))
+    config = built_config(hadamard=64, hadamard_blocks={name: 32, BUILT[-1]: 32, "o_proj": 32})
+    with pytest.raises(ValueError) as error:
+        config.check_blocks()
+    assert f"hadamard_blocks names {name}, but this model has no such layer{hint}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "draft_layers"),
+    [
+        ("model.layers.2.mlp.down_proj", 2, 1),  # of the model's own draft
+        ("mtp.layers.0.mlp.down_proj", 2, 0),
+        ("vision_tower.encoder.layers.0.mlp.fc1", 2, 0),
+        ("language_model.lm_head", 2, 0),
+        ("model.layers.3.mlp.down_proj", 4, 0),  # of another pipeline stage
+        ("model.layers.3.mlp.shared_expert.down_proj", 4, 0),  # the same, which alone has such a layer
+        ("model.layers.0.mlp.down_proj", 2, 0),  # there, and skipped
+    ],
+)
+def test_blocks_of_named_layers_that_are_elsewhere_are_let_pass(
+    name: str, layers: int, draft_layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = SimpleNamespace(num_hidden_layers=layers, num_nextn_predict_layers=draft_layers)
+    monkeypatch.setattr("vllm_w8a8_plugin.config._current_model_config", lambda: SimpleNamespace(hf_text_config=text))
+    config = built_config(hadamard=64, hadamard_blocks={name: 32})
+    config._blocks_used.discard(name)
+    config.check_blocks()
+
+
+def test_blocks_of_named_layers_are_not_asked_of_a_draft_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the checkpoint's config, and builds the layer behind the last."""
+    text = SimpleNamespace(num_hidden_layers=61, num_nextn_predict_layers=1)
+    monkeypatch.setattr("vllm_w8a8_plugin.config._current_model_config", lambda: SimpleNamespace(hf_text_config=text))
+    names = [f"model.layers.{i}.mlp.down_proj" for i in range(61)]
+    config = W8A8Config.from_config(NATIVE | {"hadamard": 64, "hadamard_blocks": dict.fromkeys(names, 32)})
+    config._seen.add("model.layers.61.mlp.down_proj")
+    config._hadamard_of("model.layers.61.mlp.down_proj")
+    config.check_blocks()

@@ -41,6 +41,42 @@ def test_names_what_must_be_mended(variable: str, value: str, problem: str, monk
     assert result.output.count(problem) == 1
 
 
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_gives_each_reason_once(
+    has_gpu: bool, pretend_gpu: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several kernels may not run for one reason."""
+    if has_gpu:
+        pretend_gpu(9, 0)
+        facts = dataclasses.replace(ops.device_facts(torch.device("cuda")), has_triton=False)
+        monkeypatch.setattr(ops, "device_facts", lambda device: facts)
+    elif torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    result = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "400"})
+    reason = "the package triton is not installed" if has_gpu else "the Triton kernels need a GPU"
+    for rows in ("1", "4096"):
+        (line,) = (line for line in result.output.splitlines() if line.split()[:1] == [rows])
+        assert line.count(reason) == 1
+        assert f"not triton or dp4a: {reason}" in line
+
+
+def test_says_once_what_holds_for_several_gpus(
+    pretend_gpu: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from w8a8_kernels import ptxas
+
+    def fails(capability: tuple[int, int]) -> None:
+        raise RuntimeError("it cannot be told which ptxas Triton calls")
+
+    pretend_gpu(9, 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device.index or 0))
+    monkeypatch.setattr(ptxas, "find_ptxas", fails)
+    result = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "300"})
+    assert result.exit_code == 1
+    assert result.output.count("problem: it cannot be told which ptxas Triton calls") == 1
+
+
 @pytest.mark.parametrize("has_cutlass", [True, False])
 def test_names_a_missing_tiles_folder_once(
     has_cutlass: bool, pretend_gpu: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch

@@ -244,7 +244,8 @@ def test_lora_leaves_experts_alone(online: bool, monkeypatch: pytest.MonkeyPatch
     from vllm_w8a8_plugin.config import W8A8Config
 
     monkeypatch.setattr(UnquantizedFusedMoEMethod, "__init__", lambda self, moe: None)
-    monkeypatch.setattr(compat, "current_vllm_config", lambda: SimpleNamespace(lora_config=object()))
+    vllm_config = SimpleNamespace(lora_config=object(), load_config=SimpleNamespace(load_format="auto"))
+    monkeypatch.setattr(compat, "current_vllm_config", lambda: vllm_config)
     layer, quant_config = experts(), W8A8Config(online=online)
     if online:
         assert isinstance(quant_config.get_quant_method(layer, layer.layer_name), UnquantizedFusedMoEMethod)

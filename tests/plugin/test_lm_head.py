@@ -2,13 +2,15 @@
 
 import contextlib
 import logging
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-from checkpoints import COMPRESSED_TENSORS, NATIVE
+from checkpoints import COMPRESSED_TENSORS, FP8, NATIVE, model_folder
 from layers import finish, free_port, load, run_ranks, tensor_parallel
 
 pytest.importorskip("vllm", reason="vLLM is not installed: `make test` installs it")
@@ -218,6 +220,55 @@ def test_loaded_again_on_every_kernel(tied: bool, kernel: str, monkeypatch: pyte
         assert (logits - reference).norm() <= 5e-3 * reference.norm()
 
 
+@pytest.mark.parametrize("kernel", ["torch", "onednn"])
+@pytest.mark.parametrize("way", ["own", "checkpoint", "tied"])
+def test_reload(way: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps of vLLM's `reload_weights`, twice: logits of the other weights, from the addresses of before."""
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+        record_metadata_for_reloading,
+    )
+
+    if kernel == "onednn" and not torch.cpu._is_avx512_supported():
+        pytest.skip("needs AVX512")
+    monkeypatch.setenv("VLLM_W8A8_KERNEL", kernel)
+
+    def tensors(seed: int) -> dict[str, torch.Tensor]:
+        if way == "checkpoint":
+            return dict(zip(("weight", "weight_scale"), quantize_weight(weight(seed), hadamard=BLOCK), strict=True))
+        return {"weight": weight(seed)}
+
+    with model(tied=way == "tied"):
+        config = checkpoint_config(ignore=[], hadamard=64) if way == "checkpoint" else W8A8Config(**ASKED)
+        whole = torch.nn.Module()
+        if way == "tied":
+            whole.embed_tokens = build_embedding(config)
+        whole.lm_head = build_head(config)
+        if way == "tied":
+            whole.lm_head = whole.lm_head.tie_weights(whole.embed_tokens)
+    record_metadata_for_reloading(whole)
+    loaded = whole.embed_tokens if way == "tied" else whole.lm_head
+    load_all(loaded, tensors(0))
+    held = loaded.quant_method._copy if way == "tied" else loaded
+    before = {name: p.data_ptr() for name, p in [*whole.named_parameters(), *held.named_parameters()]}
+    packed = held.packed_weight
+    for seed in (1, 2):
+        initialize_layerwise_reload(whole)
+        load(loaded, tensors(seed))
+        finalize_layerwise_reload(whole, None)
+        assert {name: p.data_ptr() for name, p in [*whole.named_parameters(), *held.named_parameters()]} == before
+        assert held.packed_weight is packed
+        codes, scale = quantize_weight(weight(seed), hadamard=BLOCK)
+        assert torch.equal(held.weight.data, share(codes, 0, 1, 0))
+        assert torch.equal(held.weight_scale.data, share(scale, 0, 1, 1))
+        logits, whole_matrix = LogitsProcessor(VOCABULARY)(whole.lm_head, inputs()).float(), expected(BLOCK, seed).float()
+        assert (logits - whole_matrix).norm() <= (5e-3 if kernel == "onednn" else 0) * whole_matrix.norm()
+        if way == "tied":
+            assert whole.lm_head.weight is loaded.weight
+            assert torch.equal(loaded(torch.arange(VOCABULARY)), weight(seed))
+
+
 @pytest.mark.parametrize("online", [True, False])
 def test_bias(online: bool) -> None:
     codes, scale = quantize_weight(weight(), hadamard=BLOCK)
@@ -305,9 +356,11 @@ def test_ignore_that_misses_a_tied_lm_head(ignore: list[str], hint: str) -> None
     assert hint in str(error.value)
 
 
-def test_asked_for_and_skipped() -> None:
-    with model(), pytest.raises(ValueError, match="VLLM_W8A8_LM_HEAD and VLLM_W8A8_SKIP_MODULES both name lm_head"):
-        build_head(W8A8Config(skip=["lm_head"], lm_head=True))
+@pytest.mark.parametrize("entry", ["lm_head", "*_head", "re:.*head"])
+def test_asked_for_and_skipped(entry: str) -> None:
+    message = f"VLLM_W8A8_LM_HEAD=1 asks for an int8 lm_head, but VLLM_W8A8_SKIP_MODULES has {entry!r}, which"
+    with model(), pytest.raises(ValueError, match=re.escape(message)):
+        build_head(W8A8Config(skip=["o_proj", entry], lm_head=True))
 
 
 @pytest.mark.parametrize("build", [build_head, build_embedding])
@@ -337,6 +390,37 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(log, "_said", set())
     log.logger.addHandler(handler)
     return lines
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "enable", "warned"), [(None, "", True), (FP8, "1", True), (None, "1", False), (NATIVE, "", False)]
+)
+def test_says_once_that_it_has_no_effect(
+    checkpoint: dict | None, enable: str, warned: bool, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a model that is not served in W8A8, and which is served as without the variable."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_w8a8_plugin import register
+
+    monkeypatch.setenv("VLLM_W8A8_ENABLE", enable)
+    arguments = EngineArgs(model=str(model_folder(tmp_path, checkpoint)), skip_tokenizer_init=True)
+    configs = []
+    for value in ("0", "1", "1", "perhaps"):  # a bad value is refused where W8A8 is asked for
+        monkeypatch.setenv("VLLM_W8A8_LM_HEAD", value)
+        register()
+        configs.append(arguments.create_model_config())
+    assert len({config.compute_hash() for config in configs}) == 1
+    assert len({config.quantization for config in configs}) == 1
+    served = "fp8" if checkpoint is FP8 else "None"
+    assert [line for line in said if "no effect" in line] == (
+        [
+            f"WARNING VLLM_W8A8_LM_HEAD=1 has no effect on {tmp_path}, which is not served in W8A8 (its quantization is "
+            f"{served}): --quantization w8a8 or VLLM_W8A8_ENABLE=1 asks for that"
+        ]
+        if warned
+        else []
+    )
 
 
 def test_memory_is_said_once(said: list[str]) -> None:

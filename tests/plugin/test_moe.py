@@ -4,6 +4,7 @@ import pytest
 from layers import experts
 from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
 
+from vllm_w8a8_plugin import compat
 from vllm_w8a8_plugin.config import W8A8Config
 from vllm_w8a8_plugin.moe import W8A8MoEMethod, W8A8OnlineMoEMethod
 
@@ -50,6 +51,20 @@ def test_experts_that_int8_has_no_form_for(given: dict, reason: str, monkeypatch
     with pytest.raises(ValueError, match=f"{reason}.*Convert again with --skip experts"):
         method(W8A8Config(online=False), experts(**given), monkeypatch)
     assert method(W8A8Config(online=True), experts(**given), monkeypatch) is UnquantizedFusedMoEMethod
+
+
+@pytest.mark.parametrize("online", [True, False])
+def test_kernel_that_has_no_experts(online: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused when the model is built, not when its weights are there; linear layers run on it."""
+    message = "VLLM_W8A8_KERNEL=onednn cannot run mixture-of-experts layers: on CPUs they run on torch, on GPUs on triton"
+    with monkeypatch.context() as patch:
+        compat.load_vllm_ops()
+        patch.setenv("VLLM_W8A8_KERNEL", "onednn")
+        config = W8A8Config(online=online)
+        with pytest.raises(ValueError, match=message):
+            method(config, experts(), patch)
+    monkeypatch.setenv("VLLM_W8A8_KERNEL", "torch")
+    assert method(config, experts(), monkeypatch) in (W8A8MoEMethod, W8A8OnlineMoEMethod)
 
 
 def test_refuses_experts_of_different_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
