@@ -11,7 +11,7 @@ from w8a8_converters.convert import convert
 from w8a8_converters.errors import ConversionError
 from w8a8_converters.gguf.source import GGUFSource
 
-LAYERS, EXPERTS, HIDDEN, KEY_HEADS, KEY_DIM, VALUE_DIM, WIDTH = 3, 4, 32, 2, 4, 8, 4
+LAYERS, EXPERTS, HIDDEN, KEY_HEADS, KEY_DIM, VALUE_DIM, WIDTH = 3, 4, 32, 4, 4, 8, 4
 NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -318,7 +318,7 @@ def test_decay_that_has_no_logarithm(tmp_path, value):
         ({"rope.dimension_sections": [2, 1, 0, 0]}, r"rope\.dimension_sections is \[2, 1, 0, 0\], expected three numbers"),
         ({"rope.dimension_sections": None}, r"rope\.dimension_sections is None"),
         ({"attention.recurrent_layers": [True, False]}, "recurrent_layers must have an entry for each of 3 layers"),
-        ({"ssm.time_step_rank": 3}, r"ssm\.inner_size 32 must be a multiple of ssm\.time_step_rank 3"),
+        ({"ssm.time_step_rank": 3}, r"ssm\.inner_size 64 must be a multiple of ssm\.time_step_rank 3"),
         ({"ssm.inner_size": 33}, r"ssm\.inner_size 33 must be a multiple"),
         ({"nextn_predict_layers": 3}, "nextn_predict_layers is 3, expected fewer than all 3 layers"),
         ({"ssm.dt_b_c_rms": True}, r"metadata qwen35\.ssm\.dt_b_c_rms is not understood"),

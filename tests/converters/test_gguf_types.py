@@ -13,7 +13,7 @@ from gguf_models import TOKENIZER, TOKENS
 
 from w8a8_converters.convert import convert
 from w8a8_converters.errors import ConversionError
-from w8a8_converters.gguf.dequant import check_type, dequantize_rows
+from w8a8_converters.gguf.dequant import _SCALES_OF, check_type, dequantize_rows, known_finite
 from w8a8_converters.gguf.reader import GGUFFile
 from w8a8_converters.gguf.tensor_types import BLOCK_SIZES, TensorType
 
@@ -201,3 +201,26 @@ def test_speed(q4_k_model, tmp_path):
     finally:
         torch.set_num_threads(before)
     assert theirs / ours > 0.6, f"converted in {ours:.2f} s, the plain loop took {theirs:.2f} s"
+
+
+@pytest.mark.parametrize("kind", sorted(_SCALES_OF), ids=lambda kind: TensorType(kind).name)
+def test_scales_tell_what_is_finite(kind: int) -> None:
+    """For each byte of a block, changed alone: the scales say so where the values are not all finite, and only there."""
+    block_bytes = BLOCK_SIZES[kind][1]
+    blocks = np.random.default_rng(kind).integers(0, 256, (2 * block_bytes, block_bytes), dtype=np.uint8)
+    where = np.zeros(block_bytes, dtype=bool)
+    where[_SCALES_OF[kind]] = True
+    blocks[:, where] = 17  # a finite fp16 scale
+    for byte in range(block_bytes):
+        blocks[2 * byte, byte] = 0xFF
+        blocks[2 * byte + 1, byte] = 0x7C
+    finite = dequantize_rows(blocks, kind).isfinite().all(dim=1)
+    assert not finite.all()
+    told = [known_finite(block[None], kind) for block in blocks]
+    assert told == finite.tolist()
+    assert known_finite(blocks[finite.numpy()], kind)
+    assert not known_finite(blocks, kind)
+
+
+def test_unknown_types_are_not_known_to_be_finite() -> None:
+    assert not known_finite(np.zeros((1, 4), dtype=np.uint8), TensorType.F32)

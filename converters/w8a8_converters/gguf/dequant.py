@@ -15,6 +15,15 @@ from w8a8_converters.gguf.tensor_types import BLOCK_SIZES, TensorType
 _PIECE = 256 * 1024
 _FLOATS = {TensorType.F32: torch.float32, TensorType.F16: torch.float16, TensorType.BF16: torch.bfloat16}
 
+# Where the fp16 scales lie in a block, of types whose values are finite exactly where these are: all else is small integers.
+_SCALES = (
+    (slice(0, 2), "Q4_0 Q5_0 Q8_0 IQ1_S IQ2_XXS IQ2_XS IQ2_S IQ3_XXS IQ3_S IQ4_NL IQ4_XS Q1_0 Q2_0"),
+    (slice(0, 4), "Q4_1 Q5_1 Q4_K Q5_K"),
+    (slice(-2, None), "Q3_K Q6_K TQ1_0 TQ2_0"),
+    (slice(-4, None), "Q2_K"),
+)
+_SCALES_OF: dict[int, slice] = {TensorType[name]: where for where, names in _SCALES for name in names.split()}
+
 # The factors that a byte of Q1_0 and of Q2_0 holds: fp32 [256, 8] and [256, 4].
 _BYTES = np.arange(256, dtype=np.uint8)[:, None]
 _SIGNS = (_BYTES >> np.arange(8, dtype=np.uint8) & 1).astype(np.float32) * 2 - 1
@@ -59,6 +68,21 @@ def dequantize_rows(packed: np.ndarray, kind: int) -> Tensor:
         for start in starts:
             fill(start)
     return torch.from_numpy(values).reshape(shape)
+
+
+def known_finite(packed: np.ndarray, kind: int) -> bool:
+    """Whether the scales alone say that all values are finite; False where they do not, or cannot, for this type.
+
+    Args:
+        packed: uint8 [rows, row_bytes].
+        kind: their type.
+    """
+    if kind not in _SCALES_OF:
+        return False
+    blocks = packed.reshape(-1, BLOCK_SIZES[kind][1])
+    rows = max(1, _PIECE // blocks.shape[1])
+    pieces = (blocks[start : start + rows, _SCALES_OF[kind]] for start in range(0, len(blocks), rows))
+    return all(np.isfinite(np.ascontiguousarray(piece).view("<f2")).all() for piece in pieces)
 
 
 def _dequantize_blocks(blocks: np.ndarray, kind: int) -> np.ndarray:

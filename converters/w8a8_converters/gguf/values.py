@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import prod
 
 import numpy as np
@@ -95,20 +95,6 @@ def concatenated(*parts: Values) -> Values:
             if mine.any():
                 out[mine] = part.rows(wanted[mine] - first)
             first += part.shape[0]
-        return out
-
-    return Values(shape, rows)
-
-
-def stacked(parts: Sequence[Values]) -> Values:
-    """Tensors of one shape along a new first dimension."""
-    shape = (len(parts), *parts[0].shape)
-
-    def rows(index: Index) -> Tensor:
-        wanted = torch.arange(len(parts))[index]
-        out = torch.empty(len(wanted), *shape[1:])
-        for row, number in enumerate(wanted.tolist()):
-            out[row] = parts[number].whole()
         return out
 
     return Values(shape, rows)
