@@ -86,6 +86,9 @@ class Source(Protocol):
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows [start, stop) of a tensor (a scalar counts as one row), in its dtype; may be a view of the file."""
 
+    def known_finite(self, name: str) -> bool:
+        """Whether all of a tensor's values are known to be finite without `rows`; False where only they tell."""
+
 
 class SafetensorsFile:
     """One safetensors file: header parsed and held against the file's size, data mapped on first use.
@@ -233,6 +236,9 @@ class HuggingFaceSource:
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         return self._file_of[name].rows(name, start, stop)
+
+    def known_finite(self, name: str) -> bool:
+        return False
 
     def _find_files(self) -> tuple[dict[str, str] | None, list[Path]]:
         present = sorted(p for p in self.path.glob("*.safetensors") if not p.name.startswith(_NOT_THE_MODEL))

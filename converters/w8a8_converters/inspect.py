@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from w8a8_converters.checkpoint import DTYPE_NAMES, TOKENIZER_FILES, HuggingFaceSource, SafetensorsFile, Source
 from w8a8_converters.errors import BrokenFileError, ConversionError
@@ -14,6 +14,9 @@ from w8a8_converters.layers import is_lm_head, is_quantized_by_default, is_token
 from w8a8_converters.plan import Plan, Step, make_plan
 from w8a8_kernels.hadamard import ranks_that_fit
 from w8a8_kernels.names import is_row_parallel
+
+if TYPE_CHECKING:
+    from w8a8_converters.gguf.reader import GGUFFile
 
 RANKS = (1, 2, 4, 8)
 # Every rank holds these whole.
@@ -117,11 +120,9 @@ def inspect(path: str | Path) -> Inspection:
 
 
 def _inspect_gguf(path: Path, found: Inspection) -> Source | None:
-    from w8a8_converters.gguf.architectures import load_architecture
     from w8a8_converters.gguf.reader import GGUFFile
     from w8a8_converters.gguf.source import GGUFSource
     from w8a8_converters.gguf.tensor_types import TensorType
-    from w8a8_converters.gguf.tokenizer import build_tokenizer
 
     file = found.attempt(lambda: GGUFFile(path))
     if file is None:
@@ -141,31 +142,29 @@ def _inspect_gguf(path: Path, found: Inspection) -> Source | None:
             "tokens": len(tokens) if isinstance(tokens, list) else None,
         }
     found.chat_template = any(key.startswith("tokenizer.chat_template") for key in metadata)
-    found.attempt(lambda: load_architecture(file))
+    _check_gguf(file, found)
+    return found.attempt(lambda: GGUFSource(path))
+
+
+def _check_gguf(file: "GGUFFile", found: Inspection) -> None:
+    """Adds every problem of an opened GGUF file; the source made of it raises for the first."""
+    from w8a8_converters.gguf.architectures import load_architecture
+    from w8a8_converters.gguf.checks import tensor_problems, type_problems
+    from w8a8_converters.gguf.tokenizer import build_tokenizer
+
+    for problem in type_problems(file):
+        found.add_problem(problem)
     found.attempt(lambda: build_tokenizer(file))
-    same = _check_types(file.tensors.values(), found)
-    try:
-        return GGUFSource(path)
-    except ConversionError as error:
-        if str(error) not in same:
-            found.add_problem(error)
-    return None
-
-
-def _check_types(tensors: Iterable[Any], found: Inspection) -> set[str]:
-    """Adds one problem for each type that cannot be dequantized, and returns what would be said of any of its tensors."""
-    from w8a8_converters.gguf.dequant import check_type
-
-    said: dict[int, list[str]] = {}
-    for tensor in tensors:
-        try:
-            check_type(tensor.name, tensor.type)
-        except ConversionError as error:
-            said.setdefault(tensor.type, []).append(str(error))
-    for messages in said.values():
-        others = f" (and {len(messages) - 1} more of this type)" if len(messages) > 1 else ""
-        found.add_problem(ConversionError(messages[0] + others))
-    return {message for messages in said.values() for message in messages}
+    architecture = found.attempt(lambda: load_architecture(file))
+    if architecture is None:
+        return
+    table, config = found.attempt(architecture.table), found.attempt(architecture.config)
+    if table is None:
+        return
+    if config is not None:  # else not all keys have been read
+        found.attempt(architecture.check_keys)
+    for problem in tensor_problems(architecture, table):
+        found.add_problem(problem)
 
 
 def _inspect_folder(path: Path, found: Inspection) -> tuple[Source | None, frozenset[str]]:

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from w8a8_converters.convert import convert
 from w8a8_converters.errors import ConversionError
 from w8a8_converters.gguf.architectures.base import interleaved_to_halves
+from w8a8_converters.gguf.reader import GGUFFile
 from w8a8_kernels.hadamard import block_size
 from w8a8_kernels.quantize.weight import quantize_weight
 
@@ -297,6 +298,17 @@ NO_BIASES_IN_LAYER_1 = dict.fromkeys(f"blk.1.attn_{name}.bias" for name in ("q",
 def test_refusals(model, tmp_path, options, match):
     path, _ = model(**options)
     refuses(path, match, tmp_path)
+
+
+@pytest.mark.parametrize("kind", [Q.Q8_0, Q.BF16], ids=lambda kind: kind.name)
+def test_nan_in_one_block(model, tmp_path, kind):
+    """Found by the scales of the blocks, or by the values themselves."""
+    path, _ = model(qtype=kind)
+    tensor = GGUFFile(path).tensors["blk.1.ffn_up.weight"]
+    with path.open("r+b") as file:
+        file.seek(tensor.offset + 5 * tensor.row_bytes)
+        file.write(b"\xff\x7f")  # NaN in fp16 and in bf16
+    refuses(path, "model.layers.1.mlp.up_proj.weight .*holds NaN", tmp_path)
 
 
 def test_wrong_magic(tmp_path):

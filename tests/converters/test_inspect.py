@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from vllm_w8a8_plugin.cli import app
 from w8a8_converters.checkpoint import HuggingFaceSource
 from w8a8_converters.convert import convert
+from w8a8_converters.errors import ConversionError
 from w8a8_converters.gguf import values
 from w8a8_converters.gguf.source import GGUFSource
 from w8a8_converters.inspect import Inspection, inspect
@@ -75,8 +76,9 @@ def write_gguf(path: Path, tensors: Tensors, metadata: Mapping[str, Any], archit
             writer.add_uint32(key, value)
     for name, (shape, kind) in tensors.items():
         values = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-        if kind == Q.Q8_K:  # the library quantizes none of these
-            data = np.zeros((shape[0], shape[1] // 256 * 292), dtype=np.uint8)
+        if kind in (Q.Q8_K, Q.Q8_1):  # the library quantizes none of these
+            block, size = gguf.GGML_QUANT_SIZES[kind]
+            data = np.zeros((shape[0], shape[1] // block * size), dtype=np.uint8)
         else:
             data = quantize(values, kind)
         writer.add_tensor(name, data, raw_dtype=kind)
@@ -95,6 +97,13 @@ def run(*arguments: str) -> tuple[int, dict[str, Any]]:
     """The exit code and the JSON object."""
     result = CliRunner().invoke(app, ["inspect", *map(str, arguments), "--json"])
     return result.exit_code, json.loads(result.stdout)
+
+
+def assert_said(problems: list[str], *expected: str) -> None:
+    """Each of `expected` is part of one problem, and there are no others."""
+    assert [sum(part in problem for problem in problems) for part in expected] == [1] * len(expected), problems
+    assert len(problems) == len(expected), problems
+    assert not any("\n" in problem for problem in problems)
 
 
 @pytest.fixture
@@ -355,6 +364,56 @@ def test_a_type_alone(tmp_path):
     assert code == 1
     assert len(found["problems"]) == 1
     assert "blk.0.ffn_down.weight has type Q8_K" in found["problems"][0]
+
+
+def test_every_problem_of_tensors_and_metadata_is_named_and_convert_raises_the_first(tmp_path):
+    tensors = llama_tensors() | {
+        "blk.0.attn_q.weight": ((HEADS * HEAD_DIM, 2 * HIDDEN), Q.Q8_0),
+        "blk.1.ffn_norm.weight": ((INNER,), Q.F32),
+        "blk.0.attn_output.weight": ((HIDDEN, HEADS * HEAD_DIM), Q.Q8_1),
+        "blk.0.ffn_down.weight": ((HIDDEN, INNER), Q.Q8_K),
+        "blk.1.ffn_down.weight": ((HIDDEN, INNER), Q.Q8_K),
+        "blk.0.extra.weight": ((2, 32), Q.F32),
+        "extra.weight": ((2, 32), Q.F32),
+    }
+    for missing in ("blk.0.attn_norm.weight", "blk.1.attn_k.weight"):
+        del tensors[missing]
+    other = metadata(**{"llama.clamp": 1, "llama.residual_scale": 0.5, "tokenizer.ggml.pre": "no-such-rule"})
+    path = write_gguf(tmp_path / "model.gguf", tensors, other)
+    code, found = run(path)
+    assert (code, found["broken"], found["convert"]) == (1, False, None)
+    assert_said(
+        found["problems"],
+        "metadata llama.clamp, llama.residual_scale is not understood",
+        "2 tensors are unknown for architecture llama: blk.0.extra.weight, extra.weight;",
+        "lacks 2 tensors: blk.0.attn_norm.weight, blk.1.attn_k.weight;",
+        "tensor blk.0.attn_q.weight has shape [64, 128], the metadata ask for [64, 64] "
+        "(and 1 more have other shapes: blk.1.ffn_norm.weight)",
+        "tensor blk.0.attn_output.weight has type Q8_1, which",
+        "tensor blk.0.ffn_down.weight has type Q8_K, which",
+        "no-such-rule",
+    )
+    with pytest.raises(ConversionError) as error:
+        convert(path, tmp_path / "out")
+    assert str(error.value) == next(problem for problem in found["problems"] if "llama.clamp" in problem)
+    assert not (tmp_path / "out").exists()
+
+
+def test_tensors_are_compared_where_the_metadata_give_no_config(tmp_path):
+    """Which keys nothing reads cannot be told then."""
+    tensors = llama_tensors()
+    del tensors["blk.1.attn_k.weight"]
+    other = metadata(**{"llama.rope.scaling.type": "spiral", "llama.clamp": 1})
+    _, found = run(write_gguf(tmp_path / "model.gguf", tensors, other))
+    assert_said(found["problems"], "rope scaling 'spiral' is not supported", "lacks 1 tensors: blk.1.attn_k.weight;")
+
+
+def test_what_several_checks_would_say_is_said_once(tmp_path):
+    """Without it there are neither shapes nor a config."""
+    other = metadata()
+    del other["llama.attention.head_count"]
+    _, found = run(write_gguf(tmp_path / "model.gguf", llama_tensors(), other))
+    assert_said(found["problems"], "metadata llama.attention.head_count must be one positive integer, got None")
 
 
 def test_a_model_type_that_cannot_be_quantized(llama):

@@ -138,6 +138,9 @@ class FoldedSource:
         self._whole = name, values
         return values[start:stop]
 
+    def known_finite(self, name: str) -> bool:
+        return name not in self._operations and self._source.known_finite(self._copies.get(name, name))
+
     def whole(self, name: str) -> Tensor:
         """A tensor in fp32, all of it."""
         return self.rows(name, 0, self.tensors[name].n_rows).float()

@@ -1,8 +1,7 @@
 """A GGUF file seen as the Hugging Face checkpoint it was made from."""
 
 import json
-from collections.abc import Iterable
-from itertools import dropwhile
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,10 @@ import torch
 from torch import Tensor
 
 from w8a8_converters.checkpoint import TensorInfo
-from w8a8_converters.errors import ConversionError
 from w8a8_converters.gguf.architectures import load_architecture
 from w8a8_converters.gguf.architectures.recipe import Recipe
-from w8a8_converters.gguf.dequant import check_type
+from w8a8_converters.gguf.checks import tensor_problems, type_problems
+from w8a8_converters.gguf.dequant import known_finite
 from w8a8_converters.gguf.hf_config import HFConfigFolder
 from w8a8_converters.gguf.reader import GGUFFile, GGUFTensor
 from w8a8_converters.gguf.tokenizer import build_tokenizer
@@ -43,8 +42,12 @@ class GGUFSource:
         table = architecture.table()
         config = architecture.config()
         architecture.check_keys()
-        self._check_names(table, architecture.setting_tensors)
+        problem = next(chain(tensor_problems(architecture, table), type_problems(self._file)), None)
+        if problem is not None:
+            raise problem
         self._values: dict[str, Values] = {}
+        self._sources: dict[str, list[GGUFTensor]] = {}
+        self._finite: dict[str, bool] = {}
         self.tensors: dict[str, TensorInfo] = {}
         for name, recipe in table.items():
             self._add(name, recipe)
@@ -70,43 +73,27 @@ class GGUFSource:
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         return self._values[name].rows(slice(start, stop))
 
-    def _check_names(self, table: dict[str, Recipe], settings: Iterable[str]) -> None:
-        present = set(self._file.tensors)
-        used = {source for recipe in table.values() for source in recipe.sources}
-        unknown = sorted(present - used - set(settings))
-        architecture = self._file.required("general.architecture")
-        if unknown:
-            raise ConversionError(
-                f"{self.path}: {len(unknown)} tensors are unknown for architecture {architecture}: {', '.join(unknown[:5])}; "
-                "converting without them would give another model"
-            )
-        required = (r for r in table.values() if not (r.is_optional and present.isdisjoint(r.sources)))
-        missing = sorted({source for recipe in required for source in recipe.sources} - present)
-        if missing:
-            raise ConversionError(f"{self.path} lacks {len(missing)} tensors: {', '.join(missing[:5])}; download it again")
+    def known_finite(self, name: str) -> bool:
+        # What is done with a file's values keeps them finite.
+        return all(map(self._is_known_finite, self._sources[name]))
+
+    def _is_known_finite(self, tensor: GGUFTensor) -> bool:
+        if tensor.name not in self._finite:  # experts ask for the same stack
+            self._finite[tensor.name] = known_finite(self._file.packed_rows(tensor), tensor.type)
+        return self._finite[tensor.name]
 
     def _add(self, name: str, recipe: Recipe) -> None:
         if any(source not in self._file.tensors for source in recipe.sources):
             return
-        parts = [self._stored(self._file.tensors[source], shape) for source, shape in recipe.sources.items()]
+        tensors = [self._file.tensors[source] for source in recipe.sources]
+        shapes = recipe.sources.values()
+        parts = [Stored(self._file.packed_rows(t), t.type, shape) for t, shape in zip(tensors, shapes, strict=True)]
         outputs = recipe.outputs(name, parts)
-        nbytes = sum(self._file.tensors[source].nbytes for source in recipe.sources) // len(outputs)
+        nbytes = sum(tensor.nbytes for tensor in tensors) // len(outputs)
         self._values |= outputs
+        self._sources |= dict.fromkeys(outputs, tensors)
         for output, values in outputs.items():
             self.tensors[output] = TensorInfo(output, values.shape, torch.float32, nbytes, keeps_dtype=recipe.keeps_fp32)
-
-    def _stored(self, tensor: GGUFTensor, shape: tuple[int, ...]) -> Stored:
-        check_type(tensor.name, tensor.type)
-        if _significant(tensor.shape) != _significant(shape):
-            raise ConversionError(
-                f"{self.path}: tensor {tensor.name} has shape {list(tensor.shape)}, the metadata ask for {list(shape)}"
-            )
-        return Stored(self._file.packed_rows(tensor), tensor.type, shape)
-
-
-def _significant(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Without leading ones, which files have or have not: ggml takes [1, 32] and [32] for the same."""
-    return tuple(dropwhile(lambda size: size == 1, shape))
 
 
 def _json(content: dict[str, Any]) -> bytes:

@@ -114,6 +114,9 @@ class QuantizedSource:
         except ConversionError as error:
             raise type(error)(f"{self.path}: {error}") from None
 
+    def known_finite(self, name: str) -> bool:
+        return False
+
     def _sort_out(self, layout: QuantizedFormat, dropped: list[str]) -> None:
         """Every tensor of the folder becomes part of a weight, stays as it is, is dropped, or is refused."""
         modules: dict[str, dict[str, TensorInfo]] = {}
