@@ -25,6 +25,21 @@ def routed_experts(architecture: Architecture, experts: int, inner: int) -> dict
     }
 
 
+class ExpertsOnly(DenseArchitecture):
+    """Experts in every layer, of one size that the metadata name twice. Subclasses say what they are called."""
+
+    @property
+    def experts(self) -> int:
+        return self.integer("expert_count")
+
+    @property
+    def inner(self) -> int:
+        """Of an expert."""
+        inner = self.integer("expert_feed_forward_length")
+        self.expect("feed_forward_length", inner)
+        return inner
+
+
 class QwenExperts(DenseArchitecture):
     """Experts in place of the MLP of every layer, chosen by softmax. To stand before the class of the dense model."""
 

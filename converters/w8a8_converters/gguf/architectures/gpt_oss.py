@@ -4,7 +4,7 @@ from typing import Any
 
 from w8a8_converters.errors import ConversionError
 from w8a8_converters.gguf.architectures.base import Table
-from w8a8_converters.gguf.architectures.dense import DenseArchitecture
+from w8a8_converters.gguf.architectures.experts import ExpertsOnly
 from w8a8_converters.gguf.architectures.recipe import Recipe, joined, stored
 from w8a8_converters.gguf.values import Values, interleaved
 
@@ -14,19 +14,8 @@ _GLOBAL_EVERY = 2
 _YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 
 
-class Model(DenseArchitecture):
+class Model(ExpertsOnly):
     """GptOssForCausalLM, its experts in the layout of the checkpoints in bf16: stacked, transposed, gate and up by turns."""
-
-    @property
-    def experts(self) -> int:
-        return self.integer("expert_count")
-
-    @property
-    def inner(self) -> int:
-        """Of an expert."""
-        inner = self.integer("expert_feed_forward_length")
-        self.expect("feed_forward_length", inner)
-        return inner
 
     def layer_table(self, layer: int) -> Table:
         return super().layer_table(layer) | {"self_attn.sinks": stored("attn_sinks.weight", self.heads)}

@@ -2,15 +2,16 @@
 
 from typing import Any
 
-from w8a8_converters.gguf.architectures.base import Architecture, Table, interleaved_to_halves
+from w8a8_converters.gguf.architectures.base import interleaved_to_halves
+from w8a8_converters.gguf.architectures.dense import DenseArchitecture
 from w8a8_converters.gguf.architectures.recipe import Recipe, stored
-from w8a8_converters.gguf.architectures.rope import ROPE_FREQS, rope_scaling
+from w8a8_converters.gguf.architectures.rope import ROPE_FREQS
 
 _ATTENTION_BIASES = ("attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_output.bias")
 _MLP_BIASES = ("ffn_gate.bias", "ffn_up.bias", "ffn_down.bias")
 
 
-class Model(Architecture):
+class Model(DenseArchitecture):
     """LlamaForCausalLM, or with experts MixtralForCausalLM. Rows of q and k are stored interleaved."""
 
     setting_tensors = (ROPE_FREQS,)
@@ -20,33 +21,25 @@ class Model(Architecture):
     def experts(self) -> int:
         return self.integer("expert_count", 0, minimum=0)
 
-    def layer_table(self, layer: int) -> Table:
-        hidden, queries, keys = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
-        query_order = interleaved_to_halves(self.heads, self.head_dim)
-        key_order = interleaved_to_halves(self.kv_heads, self.head_dim)
-        table = {
-            "input_layernorm.weight": stored("attn_norm.weight", hidden),
-            "self_attn.q_proj.weight": stored("attn_q.weight", queries, hidden).take(query_order),
-            "self_attn.k_proj.weight": stored("attn_k.weight", keys, hidden).take(key_order),
-            "self_attn.v_proj.weight": stored("attn_v.weight", keys, hidden),
-            "self_attn.o_proj.weight": stored("attn_output.weight", hidden, queries),
-            "post_attention_layernorm.weight": stored("ffn_norm.weight", hidden),
-        }
+    def projections(self) -> dict[str, Recipe]:
+        table = super().projections()
         if self.any_layer_has(*_ATTENTION_BIASES):
+            keys = self.kv_heads * self.head_dim
             table |= {
-                "self_attn.q_proj.bias": stored("attn_q.bias", queries).take(query_order),
-                "self_attn.k_proj.bias": stored("attn_k.bias", keys).take(key_order),
+                "self_attn.q_proj.bias": stored("attn_q.bias", self.heads * self.head_dim),
+                "self_attn.k_proj.bias": stored("attn_k.bias", keys),
                 "self_attn.v_proj.bias": stored("attn_v.bias", keys),
-                "self_attn.o_proj.bias": stored("attn_output.bias", hidden),
+                "self_attn.o_proj.bias": stored("attn_output.bias", self.hidden),
             }
-        return table | (self._experts_table() if self.experts else self._mlp_table())
+        for name, heads in (("q_proj", self.heads), ("k_proj", self.kv_heads)):
+            order = interleaved_to_halves(heads, self.head_dim)
+            table |= {key: recipe.take(order) for key, recipe in table.items() if name in key}
+        return table
 
-    def _mlp_table(self) -> dict[str, Recipe]:
-        table = {
-            "mlp.gate_proj.weight": stored("ffn_gate.weight", self.inner, self.hidden),
-            "mlp.up_proj.weight": stored("ffn_up.weight", self.inner, self.hidden),
-            "mlp.down_proj.weight": stored("ffn_down.weight", self.hidden, self.inner),
-        }
+    def mlp(self) -> dict[str, Recipe]:
+        if self.experts:
+            return self._experts_table()
+        table = super().mlp()
         if self.any_layer_has(*_MLP_BIASES):
             table |= {
                 "mlp.gate_proj.bias": stored("ffn_gate.bias", self.inner),
@@ -76,35 +69,19 @@ class Model(Architecture):
         }
 
     def config(self) -> dict[str, Any]:
-        self.expect("rope.dimension_count", self.head_dim)
-        config = {
+        self.expect_whole_rotary()
+        config = super().config() | {"head_dim": self.head_dim}
+        if self.experts:
+            return config | {
+                "architectures": ["MixtralForCausalLM"],
+                "model_type": "mixtral",
+                "num_experts_per_tok": self.integer("expert_used_count"),
+                "num_local_experts": self.experts,
+            }
+        self.expect("expert_used_count", 0)
+        return config | {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
             "attention_bias": self.any_layer_has(*_ATTENTION_BIASES),
-            "head_dim": self.head_dim,
-            "hidden_act": "silu",
-            "hidden_size": self.hidden,
-            "intermediate_size": self.inner,
-            "max_position_embeddings": self.integer("context_length"),
             "mlp_bias": self.any_layer_has(*_MLP_BIASES),
-            "num_attention_heads": self.heads,
-            "num_hidden_layers": self.n_layers,
-            "num_key_value_heads": self.kv_heads,
-            "rms_norm_eps": self.number("attention.layer_norm_rms_epsilon"),
-            "rope_theta": self.number("rope.freq_base", 10000.0),
-            "tie_word_embeddings": self.is_tied,
-            "vocab_size": self.vocab,
-        }
-        if scaling := rope_scaling(self):
-            config["rope_scaling"] = scaling
-        if not self.experts:
-            self.expect("expert_used_count", 0)
-            return config
-        for dense in ("attention_bias", "mlp_bias"):
-            config.pop(dense)
-        return config | {
-            "architectures": ["MixtralForCausalLM"],
-            "model_type": "mixtral",
-            "num_experts_per_tok": self.integer("expert_used_count"),
-            "num_local_experts": self.experts,
         }

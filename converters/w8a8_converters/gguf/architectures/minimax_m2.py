@@ -3,25 +3,14 @@
 from typing import Any
 
 from w8a8_converters.gguf.architectures.base import Table
-from w8a8_converters.gguf.architectures.dense import DenseArchitecture
+from w8a8_converters.gguf.architectures.experts import ExpertsOnly
 from w8a8_converters.gguf.architectures.recipe import Recipe, stored
 
 _SIGMOID = 2
 
 
-class Model(DenseArchitecture):
+class Model(ExpertsOnly):
     """MiniMaxM2ForCausalLM: one norm over all heads of q and of k, experts chosen by sigmoid and a bias."""
-
-    @property
-    def experts(self) -> int:
-        return self.integer("expert_count")
-
-    @property
-    def inner(self) -> int:
-        """Of an expert."""
-        inner = self.integer("expert_feed_forward_length")
-        self.expect("feed_forward_length", inner)
-        return inner
 
     def layer_table(self, layer: int) -> Table:
         return super().layer_table(layer) | {
