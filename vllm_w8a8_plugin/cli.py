@@ -209,6 +209,7 @@ def serve(
             raise ValueError(compat.vllm_problem(None))
         if model.startswith("-"):
             raise ValueError(f"{model}: MODEL comes first, options of vllm serve behind it")
+        model = os.path.expanduser(model)
         gguf.locate(model)
     except ValueError as error:
         typer.secho(f"error: {error}", fg=typer.colors.RED, err=True)

@@ -72,7 +72,7 @@ def locate(model: Any) -> Path | None:
     Raises:
         ValueError: there is no such file, or it is a folder that holds GGUF files and no model.
     """
-    path = Path(str(model or ""))
+    path = Path(os.path.expanduser(str(model or "")))
     if path.is_dir():
         files = sorted(file.name for file in path.iterdir() if is_gguf(file))
         if files and not (path / "config.json").is_file():

@@ -40,6 +40,7 @@ _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msg
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 # Those that the package `quantized` reads.
 _DEQUANTIZED_METHODS = ("awq", "compressed-tensors", "fp8", "gptq")
+W8A8_ALREADY = "it is W8A8 already: serve it as it is"
 _SIDE_FILE_LIMIT = 256 * 1000**2
 _HEADER_LIMIT = 100 * 1000**2  # of the safetensors format itself
 
@@ -208,6 +209,8 @@ class HuggingFaceSource:
     def __init__(self, path: Path, quantized: bool = False) -> None:
         self.path = path
         self.notes: list[str] = []
+        if not (path / "config.json").is_file():
+            self._refuse_gguf_folder()
         self.config = read_config(path)
         weight_map, self.files = self._find_files()
         self._file_of: dict[str, SafetensorsFile] = {}
@@ -270,6 +273,7 @@ class HuggingFaceSource:
                     f"{self.path} holds pickle files ({_some(pickles)}) and no safetensors; loading a pickle runs code from "
                     "it: save the model as safetensors first (transformers: save_pretrained)"
                 )
+            self._refuse_gguf_folder()
             raise ConversionError(f"{self.path} holds no *.safetensors files: give a model folder or a .gguf file")
         for match in filter(None, (_SHARD.fullmatch(p.name) for p in present)):
             count = int(match["count"])
@@ -294,6 +298,15 @@ class HuggingFaceSource:
                     "download index and files again"
                 )
 
+    def _refuse_gguf_folder(self) -> None:
+        files = gguf_names(self.path)
+        if files:
+            more = f" (it holds {_some(files)})" if len(files) > 1 else ""
+            raise ConversionError(
+                f"{self.path} is a folder of GGUF files, not of a Hugging Face model: give one of them, as "
+                f"{self.path / files[0]}{more}"
+            )
+
     def _refuse_quantized(self) -> None:
         advice = "convert from the original bf16, fp16 or fp32 checkpoint"
         from_quantized = f"{advice}, or dequantize this one with --from-quantized"
@@ -302,6 +315,8 @@ class HuggingFaceSource:
             for section in sections:
                 if section.get(key):
                     method = section[key].get("quant_method", "?") if isinstance(section[key], dict) else "?"
+                    if method == "w8a8" or has_w8a8_groups(section[key]):
+                        raise ConversionError(f"{self.path}: {W8A8_ALREADY}")
                     hint = from_quantized if method in _DEQUANTIZED_METHODS else advice
                     raise ConversionError(f"{self.path} is already quantized ({key}, method {method}): {hint}")
         for name in ("quant_config.json", "hf_quant_config.json", "quantize_config.json"):
@@ -330,6 +345,33 @@ class HuggingFaceSource:
         if not any(name in found for name in TOKENIZER_FILES):
             self.notes.append(f"no tokenizer to carry over: {self.path} has none of {', '.join(TOKENIZER_FILES)}")
         return found
+
+
+def gguf_names(folder: Path) -> list[str]:
+    """Names of the GGUF files that lie in a folder."""
+    return sorted(file.name for file in folder.iterdir() if file.suffix.lower() == ".gguf")
+
+
+def missing_source(path: Path) -> BrokenFileError:
+    """The error of a source that is not there."""
+    if path.is_symlink():
+        return BrokenFileError(f"{path} is a link to {os.readlink(path)}, which does not exist: download the model again")
+    return BrokenFileError(f"{path} does not exist: give the folder of a downloaded Hugging Face model or a .gguf file")
+
+
+def has_w8a8_groups(settings: Any) -> bool:
+    """Whether a config group of a compressed-tensors quantization_config has int8 weights and int8 activations."""
+    groups = settings.get("config_groups") if isinstance(settings, dict) else None
+    return isinstance(groups, dict) and any(map(is_w8a8_group, groups.values()))
+
+
+def is_w8a8_group(group: Any) -> bool:
+    """Whether one such group has them."""
+    weights, activations = (group.get(key) if isinstance(group, dict) else None for key in ("weights", "input_activations"))
+    if not isinstance(weights, dict) or not isinstance(activations, dict):
+        return False
+    kind, bits = weights.get("type") or "int", weights.get("num_bits") or 8
+    return str(kind).lower() == "int" and bits == 8 and activations.get("num_bits") == 8
 
 
 def read_config(folder: Path) -> dict[str, Any]:

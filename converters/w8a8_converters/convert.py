@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from w8a8_converters.checkpoint import HuggingFaceSource, Source, TensorInfo, write_side_files
-from w8a8_converters.errors import ConversionError
+from w8a8_converters.checkpoint import HuggingFaceSource, Source, TensorInfo, missing_source, write_side_files
+from w8a8_converters.errors import BrokenFileError, ConversionError
 from w8a8_converters.folding.options import Choice, FoldingOptions, fold
 from w8a8_converters.formats import FORMATS
 from w8a8_converters.layers import module_of
@@ -87,38 +87,39 @@ def convert(
     bf16_bytes = sum(_bf16_bytes(info) for info in source.tensors.values())
     plan = make_plan(source, FORMATS[format], skip, quantize_lm_head, max_shard_size, hadamard, keep=kept)
     remove_stale(out, logger.warning)
-    _check_disk(plan, source, out)
-    folded = None
-    if folding is not None and folding.asked:
-
-        def plan_for(source: Source, choice: Choice) -> Plan:
-            fmt = FORMATS[format]
-            keep = kept.union(choice.keep)
-            return make_plan(source, fmt, skip, quantize_lm_head, max_shard_size, choice.hadamard, choice.blocks, keep)
-
-        _check_values(plan, source, progress)
-        folded = fold(source, folding, hadamard, plan_for, progress)
-        source, plan = folded.source, plan_for(folded.source, folded.choice)
+    # Made before the values are read, which takes long: a folder that cannot be made is an error at once.
+    with staged_folder(out, overwrite) as folder:
         _check_disk(plan, source, out)
-        untied = [tensor.nbytes for step in plan.steps if step.weight.name == folded.untied for tensor in step.outputs]
-        plan.lm_head_extra_bytes = plan.lm_head_extra_bytes or sum(untied)
-    _check_values(plan, source, progress)
+        folded = None
+        if folding is not None and folding.asked:
 
-    report = Report(
-        source=str(src),
-        output=str(out),
-        format=format,
-        source_bytes=sum(path.stat().st_size for path in source.files),
-        bf16_bytes=bf16_bytes,
-        files=plan.files,
-        tensors=plan.tensors,
-        ignore=plan.ignore,
-        lm_head_extra_bytes=plan.lm_head_extra_bytes,
-        notes=[*source.notes, *plan.notes, *(folded.notes if folded else ())],
-        folding=folded.report if folded else {},
-        quantized_source=origin,
-    )
-    with staged_folder(out) as folder:
+            def plan_for(source: Source, choice: Choice) -> Plan:
+                fmt = FORMATS[format]
+                keep = kept.union(choice.keep)
+                return make_plan(source, fmt, skip, quantize_lm_head, max_shard_size, choice.hadamard, choice.blocks, keep)
+
+            _check_values(plan, source, progress)
+            folded = fold(source, folding, hadamard, plan_for, progress)
+            source, plan = folded.source, plan_for(folded.source, folded.choice)
+            _check_disk(plan, source, out)
+            untied = [tensor.nbytes for step in plan.steps if step.weight.name == folded.untied for tensor in step.outputs]
+            plan.lm_head_extra_bytes = plan.lm_head_extra_bytes or sum(untied)
+        _check_values(plan, source, progress)
+
+        report = Report(
+            source=str(src),
+            output=str(out),
+            format=format,
+            source_bytes=sum(path.stat().st_size for path in source.files),
+            bf16_bytes=bf16_bytes,
+            files=plan.files,
+            tensors=plan.tensors,
+            ignore=plan.ignore,
+            lm_head_extra_bytes=plan.lm_head_extra_bytes,
+            notes=[*source.notes, *plan.notes, *(folded.notes if folded else ())],
+            folding=folded.report if folded else {},
+            quantized_source=origin,
+        )
         _write_weights(plan, source, folder, report, progress)
         report.output_bytes = sum((folder / name).stat().st_size for name in plan.files)
         report.seconds = round(time.monotonic() - started, 1)
@@ -132,7 +133,7 @@ def _open(src: Path, from_quantized: bool, hf_config: Path | None) -> Source:
     if src.is_dir():
         return QuantizedSource(src) if from_quantized else HuggingFaceSource(src)
     if not src.is_file():
-        raise ConversionError(f"{src} does not exist: give the folder of a downloaded Hugging Face model or a .gguf file")
+        raise missing_source(src)
     if from_quantized:
         raise ConversionError(
             f"{src}: --from-quantized is for folders with safetensors files, a GGUF file needs none: leave it out"
@@ -164,11 +165,24 @@ def _check_values(plan: Plan, source: Source, progress: Progress | None) -> None
         for _, values in _blocks(step, source):
             tell.read(step.source, values)
             if values.dtype.is_floating_point and values.numel() and not _is_finite(values):
-                dtype = str(step.values).removeprefix("torch.")
-                raise ConversionError(
-                    f"tensor {step.source.name} of {source.path} holds NaN, inf or values beyond {dtype}: the checkpoint is "
-                    "damaged or needs a wider dtype in its config.json"
-                )
+                raise _not_finite(step, source)
+
+
+def _not_finite(step: Step, source: Source) -> ConversionError:
+    name, dtype = step.source.name, str(step.values).removeprefix("torch.")
+    if source.path.is_file():
+        from w8a8_converters.gguf.source import GGUFSource
+
+        if isinstance(source, GGUFSource):
+            stored = ", ".join(source.stored_names(name))
+            return BrokenFileError(
+                f"tensor {stored} of {source.path} holds NaN, inf or values beyond {dtype}: download it again, or use another "
+                "file of the model"
+            )
+    return ConversionError(
+        f"tensor {name} of {source.path} holds NaN, inf or values beyond {dtype}: the checkpoint is damaged or needs a wider "
+        "dtype in its config.json"
+    )
 
 
 def _is_finite(values: Tensor) -> bool:

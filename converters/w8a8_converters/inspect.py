@@ -7,7 +7,15 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from w8a8_converters.checkpoint import DTYPE_NAMES, TOKENIZER_FILES, HuggingFaceSource, SafetensorsFile, Source
+from w8a8_converters.checkpoint import (
+    DTYPE_NAMES,
+    TOKENIZER_FILES,
+    HuggingFaceSource,
+    SafetensorsFile,
+    Source,
+    gguf_names,
+    missing_source,
+)
 from w8a8_converters.errors import BrokenFileError, ConversionError
 from w8a8_converters.formats import FORMATS
 from w8a8_converters.layers import is_lm_head, is_quantized_by_default, is_token_embedding, kind_of_kept, module_of
@@ -46,10 +54,10 @@ class Inspection:
         convert: what `convert` would do without options: `int8` `{"layers", "parameters", "bytes"}`, scales included;
             `kept`, a list of `{"what", "tensors", "bytes"}`; `hadamard`, a list of `{"block", "layers"}`; `output_bytes`;
             `tensor_parallel`, the degrees up to 64 that fit.
-        memory: for 1, 2, 4 and 8 ranks `{"tensor_parallel", "weight_bytes", "kv_bytes_per_token", "problem"}`, on one rank.
-            Projections, embeddings and lm_head are divided, all else counts in full. Both are None where the degree does not
-            fit, and `problem` says why; `kv_bytes_per_token` is for a 16-bit cache of all attention layers, and None where
-            the config does not tell.
+        memory: for 1, 2, 4 and 8 ranks, and others up to 8 that fit, on one rank: `{"tensor_parallel", "weight_bytes",
+            "kv_bytes_per_token", "problem"}`. Projections, embeddings and lm_head are divided, all else counts in full. Both
+            are None where the degree does not fit, and `problem` says why; `kv_bytes_per_token` is for a 16-bit cache of all
+            attention layers, and None where the config does not tell.
         notes: what else the user should know.
         problems: every problem found; empty if `convert` takes the checkpoint.
         broken: whether one of them is a file that is damaged, incomplete or missing.
@@ -98,13 +106,13 @@ def inspect(path: str | Path) -> Inspection:
     path = Path(path).expanduser()
     found = Inspection(str(path))
     if path.is_dir():
-        found.format = "safetensors"
+        found.format = _folder_format(path)
         source, kept = _inspect_folder(path, found)
     elif path.is_file():
         found.format = "gguf"
         source, kept = _inspect_gguf(path, found), frozenset()
     else:
-        found.add_problem(BrokenFileError(f"{path} does not exist: give a folder of a Hugging Face model or a .gguf file"))
+        found.add_problem(missing_source(path))
         return found
     if source is None:
         return found
@@ -115,8 +123,15 @@ def inspect(path: str | Path) -> Inspection:
     plan = found.attempt(lambda: make_plan(source, FORMATS["w8a8"], (), False, "4GB", keep=kept))
     if plan is not None:
         found.convert = _conversion(plan, text)
-        found.memory = [_memory(plan, text, ranks) for ranks in RANKS]
+        fitting = [ranks for ranks in found.convert["tensor_parallel"] if ranks <= max(RANKS)]
+        found.memory = [_memory(plan, text, ranks) for ranks in sorted({*RANKS, *fitting})]
     return found
+
+
+def _folder_format(path: Path) -> str | None:
+    if any(path.glob("*.safetensors")) or (path / "model.safetensors.index.json").is_file():
+        return "safetensors"
+    return "gguf" if gguf_names(path) else None
 
 
 def _inspect_gguf(path: Path, found: Inspection) -> Source | None:

@@ -279,7 +279,9 @@ def _check_patterns(rules: SkipRules, source: Source) -> None:
     pattern = unmatched[0]
     paths = {".".join(parts[i:]) for name in modules for parts in [name.split(".")] for i in range(len(parts))}
     near = difflib.get_close_matches(pattern, sorted(paths), n=3, cutoff=0.6)
-    hint = f"; near names: {', '.join(near)}" if near else f"; a name is like {min(modules)}"
+    layers = [module_of(info.name) for info in source.tensors.values() if is_quantized_by_default(info.name, len(info.shape))]
+    example = layers[0].rpartition(".")[2] if layers else min(modules)
+    hint = f"; near names: {', '.join(near)}" if near else f"; a name is like {example}"
     raise ConversionError(f"--skip {pattern} matches no module of {source.path}{hint}")
 
 

@@ -215,7 +215,7 @@ PIECES = {
 
 # What is kept of the good file's bytes.
 BYTES = {
-    "empty file": (cut(0), "begins with b''"),
+    "empty file": (cut(0), "is empty: download it again"),
     "two bytes": (cut(2), "begins with b'GG'"),
     "magic alone": (cut(4), "header cannot be read: the version needs bytes up to 8, the file has 4"),
     "half a count": (cut(12), "header cannot be read: the number of tensors needs bytes up to 16"),

@@ -78,7 +78,12 @@ def test_an_error_is_one_line(checkpoint, command, tmp_path):
         "layer, qkv_proj: skip qkv_proj (all of them) or none"
     ]
     assert not (tmp_path / "out").exists()
-    assert "nowhere does not exist" in command(src="nowhere").stderr
+
+
+def test_a_missing_source(command):
+    result = command(src="nowhere")
+    assert result.returncode == 2
+    assert "nowhere does not exist" in result.stderr
 
 
 INTERRUPTED = """

@@ -3,6 +3,8 @@
 import json
 import math
 import os
+import re
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,11 +14,12 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Q
 from gguf_models import TOKENS, interleaved, write_gguf
+from gguf_pieces import Entry, string, take_apart
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from w8a8_converters.convert import convert
-from w8a8_converters.errors import ConversionError
+from w8a8_converters.errors import BrokenFileError, ConversionError
 from w8a8_converters.gguf.architectures.base import interleaved_to_halves
 from w8a8_converters.gguf.reader import GGUFFile
 from w8a8_kernels.hadamard import block_size
@@ -271,20 +274,23 @@ NO_BIASES_IN_LAYER_1 = dict.fromkeys(f"blk.1.attn_{name}.bias" for name in ("q",
         ({"metadata": {"vocab_size": 9}}, r"token_embd.weight has shape \[266, 32\], the metadata ask for \[9, 32\]"),
         ({"tensors": {"token_embd.weight": None}}, "lacks 1 tensors: token_embd.weight"),
         ({"tensors": {"rope_freqs.weight": np.full(4, 3.0, np.float32)}}, "not the scaling of Llama 3"),
-        ({"tensors": {"output_norm.weight": np.full(HIDDEN, np.nan, np.float32)}}, "model.norm.weight .*holds NaN"),
-        ({"metadata": {"rope.scaling.type": "yarn"}}, "llama.rope.scaling.factor must be a number, got None"),
+        (
+            {"tensors": {"output_norm.weight": np.full(HIDDEN, np.nan, np.float32)}},
+            r"tensor output_norm\.weight of .*holds NaN.*download it again",
+        ),
+        ({"metadata": {"rope.scaling.type": "yarn"}}, "lacks the metadata llama.rope.scaling.factor"),
         ({"metadata": {"rope.scaling.type": "su"}}, "rope scaling 'su' is not supported; known are none, linear, llama3"),
         ({"metadata": {"rope.dimension_count": 4}}, "rope.dimension_count is 4"),
-        ({"metadata": {"expert_count": 8}}, "llama.expert_used_count must be one positive integer, got None"),
+        ({"metadata": {"expert_count": 8}}, "lacks the metadata llama.expert_used_count"),
         ({"metadata": {"expert_count": 8, "expert_used_count": 2}}, "unknown .*blk.0.ffn_down.weight, blk.0.ffn_gate.weight"),
         ({"metadata": {"expert_used_count": 2}}, "llama.expert_used_count is 2, which is not supported; expected 0"),
         ({"metadata": {"clamp": 1, "residual_scale": 0.5}}, "llama.clamp, llama.residual_scale is not understood"),
         ({"metadata": {"attention.clamp_kqv": 1.0}}, "llama.attention.clamp_kqv is not understood"),
-        ({"metadata": {"rope.freq_base": float("nan")}}, "llama.rope.freq_base must be a number, got nan"),
-        ({"metadata": {"rope.freq_base": True}}, "llama.rope.freq_base must be a number, got True"),
+        ({"metadata": {"rope.freq_base": float("nan")}}, "llama.rope.freq_base must be a number above 0, got nan"),
+        ({"metadata": {"rope.freq_base": True}}, "llama.rope.freq_base must be a number above 0, got True"),
         ({"metadata": {"block_count": True}}, "llama.block_count must be one positive integer, got True"),
         ({"metadata": {"block_count": 0}}, "llama.block_count must be one positive integer, got 0"),
-        ({"metadata": {"block_count": None}}, "llama.block_count must be one positive integer, got None"),
+        ({"metadata": {"block_count": None}}, "lacks the metadata llama.block_count"),
         ({"metadata": {"attention.head_count_kv": [2, 1]}}, r"must be one positive integer, got \[2, 1\]"),
         ({"metadata": {"split.count": 3}}, "one of several parts .* are missing, 3, missing"),
         ({"metadata": {"tokenizer.ggml.pre": "bloom"}}, "pre-tokenizer 'bloom' is not known; known are a.x-4.0, chatglm-bpe"),
@@ -300,6 +306,100 @@ def test_refusals(model, tmp_path, options, match):
     refuses(path, match, tmp_path)
 
 
+HUGE = 2**32 - 1
+LORA = {"blk.0.attn_q.weight.lora_a": ones(4, HIDDEN), "blk.0.attn_q.weight.lora_b": ones(HIDDEN, 4)}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "match"),
+    [
+        ({"block_count": HUGE}, r"metadata llama\.block_count is 4294967295, expected 20 at most: the number of tensors"),
+        ({"expert_count": HUGE}, r"metadata llama\.expert_count is 4294967295, expected 266 at most: the largest dimension"),
+        ({"attention.head_count": HUGE}, r"llama\.attention\.head_count is 4294967295, expected 266 at most"),
+        ({"attention.head_count_kv": HUGE}, r"llama\.attention\.head_count_kv is 4294967295, expected 266 at most"),
+        (
+            {"attention.head_count": 200, "attention.key_length": 200},
+            r"head_count is 200, expected 1 at most: .* in heads of 200",
+        ),
+        ({"attention.key_length": HUGE}, r"llama\.attention\.key_length is 4294967295, expected 266 at most"),
+        ({"feed_forward_length": HUGE}, r"llama\.feed_forward_length is 4294967295, expected 266 at most"),
+        ({"embedding_length": HUGE}, r"llama\.embedding_length is 4294967295, expected 266 at most"),
+        ({"attention.head_count": 6}, r"llama\.embedding_length 32 must be a multiple of llama\.attention\.head_count 6"),
+        (
+            {"attention.head_count_kv": 3},
+            r"llama\.attention\.head_count 4 must be a multiple of llama\.attention\.head_count_kv 3",
+        ),
+        ({"attention.key_length": 7}, r"size of a head must be even, got 7, which is llama\.attention\.key_length"),
+        ({"attention.head_count": 32}, r"even, got 1, which is llama\.embedding_length 32 / llama\.attention\.head_count 32"),
+        (
+            {"attention.head_count": 8},
+            r"dimension_count is 8, which is not supported; expected 4, the size of a head, which is llama\.embedding_length",
+        ),
+        ({"rope.freq_base": 0.0}, r"llama\.rope\.freq_base must be a number above 0, got 0\.0"),
+        ({"rope.freq_base": -1.0}, r"llama\.rope\.freq_base must be a number above 0, got -1\.0"),
+        (
+            {"rope.scaling.type": "linear", "rope.scaling.factor": -4.0},
+            r"rope\.scaling\.factor must be a number above 0, got -4\.0",
+        ),
+        (
+            {"rope.scaling.type": "yarn", "rope.scaling.factor": 0.0},
+            r"rope\.scaling\.factor must be a number above 0, got 0\.0",
+        ),
+        ({"attention.layer_norm_rms_epsilon": 0.0}, r"layer_norm_rms_epsilon must be a number between 0 and 1, got 0\.0"),
+        ({"attention.layer_norm_rms_epsilon": 1.0}, r"layer_norm_rms_epsilon must be a number between 0 and 1, got 1\.0"),
+        ({"attention.layer_norm_rms_epsilon": None}, r"lacks the metadata llama\.attention\.layer_norm_rms_epsilon"),
+        ({"general.type": "adapter"}, "is a LoRA adapter: merge it into its model"),
+        ({"general.type": "mmproj"}, "is the vision tower of a model"),
+        ({"general.type": "vocab"}, "is a vocabulary without a model"),
+        ({"general.type": "imatrix"}, "is an importance matrix"),
+        ({"general.type": "other"}, r"general\.type is 'other', expected 'model'"),
+    ],
+    ids=lambda value: " ".join(f"{key}={value}" for key, value in value.items()) if isinstance(value, dict) else "",
+)
+def test_impossible_metadata(model, tmp_path, metadata, match):
+    refuses(model(metadata=metadata)[0], match, tmp_path)
+
+
+def test_fp64_beyond_fp32(model, tmp_path):
+    path, _ = model(metadata={"rope.freq_base": None})
+    pieces = take_apart(path)
+    key = string("llama.rope.freq_base")
+    pieces.extra_metadata.append(Entry(key, gguf.GGUFValueType.FLOAT64, struct.pack("<d", 1e300)))
+    path.write_bytes(pieces.pack())
+    refuses(path, r"llama\.rope\.freq_base must be a number above 0, got 1e\+300", tmp_path)
+
+
+@pytest.mark.parametrize("arch", [["llama"], 3])
+def test_architecture_is_one_string(model, tmp_path, arch):
+    path, _ = model()
+    pieces = take_apart(path)
+    is_array = isinstance(arch, list)
+    value = struct.pack("<IQ", gguf.GGUFValueType.STRING, 1) + string("llama") if is_array else struct.pack("<I", arch)
+    pieces.metadata["general.architecture"].type = gguf.GGUFValueType.ARRAY if is_array else gguf.GGUFValueType.UINT32
+    pieces.metadata["general.architecture"].value = value
+    path.write_bytes(pieces.pack())
+    refuses(path, rf"metadata general\.architecture must be one string, got {re.escape(repr(arch))}", tmp_path)
+
+
+def test_adapter_without_a_type(tmp_path):
+    path = write_gguf(tmp_path / "model.gguf", "llama", METADATA, [(name, values, Q.F32) for name, values in LORA.items()])
+    refuses(path, "is a LoRA adapter: merge it into its model", tmp_path)
+
+
+def test_more_tokens_than_rows(model, tmp_path):
+    """A prompt with the last of them would be beyond the embedding. Rows without a token are padding."""
+    path, _ = model(metadata={"vocab_size": 265}, tensors={"token_embd.weight": ones(265, HIDDEN)})
+    refuses(path, r"tokenizer\.ggml\.tokens has 266 tokens, more than the 265 rows of token_embd\.weight", tmp_path)
+    path, _ = model(metadata={"vocab_size": 272}, tensors={"token_embd.weight": ones(272, HIDDEN)})
+    convert(path, tmp_path / "out", format="bf16")
+
+
+def test_frequencies_of_ones_scale_nothing(model, tmp_path):
+    path, _ = model(tensors={"rope_freqs.weight": ones(HEAD_DIM // 2)})
+    convert(path, tmp_path / "out", format="bf16")
+    assert "rope_scaling" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
 @pytest.mark.parametrize("kind", [Q.Q8_0, Q.BF16], ids=lambda kind: kind.name)
 def test_nan_in_one_block(model, tmp_path, kind):
     """Found by the scales of the blocks, or by the values themselves."""
@@ -308,13 +408,19 @@ def test_nan_in_one_block(model, tmp_path, kind):
     with path.open("r+b") as file:
         file.seek(tensor.offset + 5 * tensor.row_bytes)
         file.write(b"\xff\x7f")  # NaN in fp16 and in bf16
-    refuses(path, "model.layers.1.mlp.up_proj.weight .*holds NaN", tmp_path)
+    refuses(path, r"tensor blk\.1\.ffn_up\.weight of .*holds NaN", tmp_path)
+    with pytest.raises(BrokenFileError):
+        convert(path, tmp_path / "out")
 
 
 def test_wrong_magic(tmp_path):
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGML" + bytes(100))
-    refuses(path, r"is not a GGUF file: it begins with b'GGML'", tmp_path)
+    refuses(path, r"is not a GGUF file: it begins with b'GGML', expected b'GGUF'; download it again", tmp_path)
+    path.write_bytes(b"")
+    refuses(path, r"model\.gguf is empty: download it again", tmp_path)
+    path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    refuses(path, r"model\.gguf is a Git LFS pointer, not the GGUF file itself: fetch that", tmp_path)
 
 
 @pytest.mark.parametrize("kept", [0.99, 0.5, 0.02, 0.001])
@@ -336,7 +442,11 @@ def test_unknown_tensor_type(model, tmp_path):
 @pytest.fixture
 def tokenizer(model, tmp_path) -> Callable[..., Tokenizer]:
     def build(**metadata) -> Tokenizer:
-        path, _ = model(metadata={f"tokenizer.ggml.{key}": value for key, value in metadata.items()})
+        rows = len(metadata.get("tokens", TOKENS))
+        path, _ = model(
+            metadata={"vocab_size": rows, **{f"tokenizer.ggml.{key}": value for key, value in metadata.items()}},
+            tensors={"token_embd.weight": ones(rows, HIDDEN)},
+        )
         convert(path, tmp_path / "out", format="bf16", overwrite=True)
         return Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
 

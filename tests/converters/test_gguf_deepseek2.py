@@ -277,13 +277,17 @@ def saved(folder):
     [
         ({"expert_gating_func": 3}, "expert_gating_func is 3, which is not supported; expected 1 .softmax. or 2"),
         ({"expert_gating_func": 1}, "softmax gating with deepseek2.expert_weights_norm is not supported"),
-        ({"expert_count": None}, "deepseek2.expert_count must be one positive integer"),
-        ({"expert_group_used_count": None}, "deepseek2.expert_group_used_count must be one positive integer"),
+        ({"expert_count": None}, "lacks the metadata deepseek2.expert_count"),
+        ({"expert_group_used_count": None}, "lacks the metadata deepseek2.expert_group_used_count"),
         ({"nextn_predict_layers": 3}, "nextn_predict_layers is 3, expected fewer than all 3 layers"),
         ({"attention.key_length": 99}, "deepseek2.attention.key_length is 99, which is not supported; expected 20"),
         (
             {"attention.key_length_mla": ROPE},
             "attention.key_length_mla is 4, expected more than the 4 of rope.dimension_count",
+        ),
+        (
+            {"rope.dimension_count": 3, "attention.key_length": 19},
+            "deepseek2.rope.dimension_count must be even, got 3",
         ),
         ({"attention.temperature_scale": 0.1}, "attention.temperature_scale is not understood"),  # Mistral Large 3
         ({**YARN, "rope.scaling.yarn_log_multiplier": None}, "only as yarn with rope.scaling.yarn_log_multiplier"),

@@ -320,6 +320,11 @@ def test_decay_that_has_no_logarithm(tmp_path, value):
         ({"attention.recurrent_layers": [True, False]}, "recurrent_layers must have an entry for each of 3 layers"),
         ({"ssm.time_step_rank": 3}, r"ssm\.inner_size 64 must be a multiple of ssm\.time_step_rank 3"),
         ({"ssm.inner_size": 33}, r"ssm\.inner_size 33 must be a multiple"),
+        (
+            {"ssm.group_count": 200, "ssm.state_size": 200, "ssm.time_step_rank": 200, "ssm.inner_size": 200},
+            r"ssm\.group_count is 200, expected 1 at most: the largest dimension of the file's tensors, in heads of 200",
+        ),
+        ({"rope.dimension_count": 18}, r"rope\.dimension_count must be even and at most the 16 of a head, got 18"),
         ({"nextn_predict_layers": 3}, "nextn_predict_layers is 3, expected fewer than all 3 layers"),
         ({"ssm.dt_b_c_rms": True}, r"metadata qwen35\.ssm\.dt_b_c_rms is not understood"),
         ({"expert_count": 4}, r"metadata qwen35\.expert_count is not understood"),

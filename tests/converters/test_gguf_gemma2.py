@@ -90,7 +90,7 @@ def test_attention_scale_of_27b(tmp_path):
     [
         ({}, ["output.weight"], "unknown for architecture gemma2: output.weight"),
         ({}, ["blk.0.attn_q_norm.weight"], "unknown for architecture gemma2: blk.0.attn_q_norm.weight"),
-        ({"attention.key_length": None}, [], "gemma2.attention.key_length must be one positive integer, got None"),
+        ({"attention.key_length": None}, [], "lacks the metadata gemma2.attention.key_length"),
         ({"rope.freq_base_swa": 5000.0}, [], "rope.freq_base_swa is 5000.0, which is not supported; expected 10000.0"),
         ({"attention.sliding_window": 0}, [], "gemma2.attention.sliding_window must be one positive integer, got 0"),
         ({"attention.scale": 0.1}, [], "gemma2.attention.scale is not understood"),

@@ -147,7 +147,7 @@ def test_experts_stay_unquantized(tmp_path, fmt):
         ({"rope.scaling.type": "linear"}, "gpt-oss with rope scaling other than yarn"),
         ({"attention.sliding_window_pattern": 3}, "sliding_window_pattern is not supported"),
         ({"attention.sliding_window_pattern": [False, True, False]}, "sliding_window_pattern is not supported"),
-        ({"attention.sliding_window": None}, "attention.sliding_window must be one positive integer"),
+        ({"attention.sliding_window": None}, "lacks the metadata .*attention.sliding_window"),
         ({"rope.freq_base_swa": 10000.0}, "rope.freq_base_swa is 10000.0"),
         ({"feed_forward_length": 48}, "feed_forward_length is 48, which is not supported; expected 64"),
         ({"rope.dimension_count": 8}, "rope.dimension_count is 8"),

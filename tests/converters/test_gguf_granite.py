@@ -81,7 +81,7 @@ def test_factors_by_default(tmp_path):
 @pytest.mark.parametrize(
     ("metadata", "match"),
     [
-        ({"logit_scale": None}, "granite.logit_scale must be a number, got None"),
+        ({"logit_scale": None}, "lacks the metadata granite.logit_scale"),
         ({"rope.scaling.finetuned": False}, "granite.rope.scaling.finetuned is False, which is not supported; expected True"),
         ({"expert_count": 8, "expert_used_count": 2}, "granite.expert_count is 8, which is not supported; expected 0"),
         ({"deepstack_mapping": [-1, 1]}, "granite.deepstack_mapping is not understood"),

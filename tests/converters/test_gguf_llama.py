@@ -179,7 +179,7 @@ def test_ministral(tmp_path, multiplier):
         ("llama", {"attention.temperature_scale": 0.1}, "llama.attention.temperature_scale is not understood"),
         ("llama", {"attention.sliding_window": 4096}, "llama.attention.sliding_window is not understood"),
         ("llama", {"rope.dimension_count": 4}, "llama.rope.dimension_count is 4, which is not supported; expected 8"),
-        ("llama", EXPERTS | {"expert_used_count": None}, "llama.expert_used_count must be one positive integer"),
+        ("llama", EXPERTS | {"expert_used_count": None}, "lacks the metadata llama.expert_used_count"),
         ("mistral3", EXPERTS, "mistral3 with experts or biases is not supported"),
         ("mistral3", {"attention.temperature_scale": 0.1}, "attention.temperature_scale asks for rope scaling yarn"),
         (

@@ -102,7 +102,7 @@ def test_w8a8(tmp_path):
     ("changes", "message"),
     [
         ({"expert_gating_func": 1}, "expert_gating_func is 1, which is not supported; expected 2"),
-        ({"expert_feed_forward_length": None}, "expert_feed_forward_length must be one positive integer"),
+        ({"expert_feed_forward_length": None}, "lacks the metadata .*expert_feed_forward_length"),
         ({"feed_forward_length": 32}, "feed_forward_length is 32, which is not supported; expected 16"),
         ({"expert_shared_count": 1}, "minimax-m2.expert_shared_count is not understood"),
     ],

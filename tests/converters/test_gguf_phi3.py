@@ -93,6 +93,7 @@ def test_longrope(tmp_path, original, says):
     ("metadata", "match"),
     [
         ({"rope.scaling.attn_factor": 2.0}, "phi3.rope.scaling.attn_factor is 2.0, which is not supported; expected 1.41421"),
+        ({"rope.scaling.factor": -1.0}, "phi3.rope.scaling.factor must be a number above 0, got -1.0"),
         ({"rope.dimension_count": 8}, "rope_factors_short.weight have 3 and 3 values, the metadata ask for 4"),
         ({"attention.key_length": 16, "attention.value_length": 16}, "key_length is 16, which is not supported; expected 8"),
     ],
@@ -100,6 +101,17 @@ def test_longrope(tmp_path, original, says):
 def test_refusals_of_long_files(tmp_path, metadata, match):
     path = write_gguf(tmp_path / "model.gguf", "phi3", long_metadata(16) | metadata, long_to_gguf(phi3().state_dict()))
     with pytest.raises(ConversionError, match=match):
+        GGUFSource(path)
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, math.inf])
+def test_impossible_factors(tmp_path, factor):
+    tensors = [
+        (name, torch.full_like(values, factor) if name == "rope_factors_long.weight" else values)
+        for name, values in long_to_gguf(phi3().state_dict())
+    ]
+    path = write_gguf(tmp_path / "model.gguf", "phi3", long_metadata(16), tensors)
+    with pytest.raises(ConversionError, match=r"rope_factors_short\.weight must hold numbers above 0"):
         GGUFSource(path)
 
 

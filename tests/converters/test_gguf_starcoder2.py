@@ -68,7 +68,7 @@ def test_starcoder2(tmp_path, tied):
     ("without", "metadata", "match"),
     [
         ("ffn_up.bias", {}, "lacks 2 tensors: blk.0.ffn_up.bias, blk.1.ffn_up.bias"),
-        (None, {"attention.layer_norm_epsilon": None}, "layer_norm_epsilon must be a number"),
+        (None, {"attention.layer_norm_epsilon": None}, "lacks the metadata .*layer_norm_epsilon"),
         (None, {"attention.layer_norm_rms_epsilon": 1e-5}, "starcoder2.attention.layer_norm_rms_epsilon is not understood"),
         (None, {"rope.dimension_count": 4}, "rope.dimension_count is 4, which is not supported; expected 8"),
     ],

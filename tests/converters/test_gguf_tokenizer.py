@@ -306,7 +306,7 @@ def test_tokens_without_a_name(built):
         ({"tokenizer__ggml__pre": "bloom"}, "pre-tokenizer 'bloom' is not known; known are .*qwen2, .*; or give"),
         ({"tokenizer__ggml__pre": None}, "lacks the metadata tokenizer.ggml.pre"),
         ({"tokenizer__ggml__merges": None}, "lacks the metadata tokenizer.ggml.merges"),
-        ({"tokenizer__ggml__token_type": [1, 1]}, "hold 2 token types for 257 tokens"),
+        ({"tokenizer__ggml__token_type": [1, 1]}, r"metadata tokenizer\.ggml\.token_type has 2 values for 257 tokens"),
     ],
     ids=["wordpiece", "unigram", "rwkv", "pre-tokenizer", "no pre-tokenizer", "no merges", "types"],
 )
@@ -314,3 +314,97 @@ def test_refusals(built, metadata, match):
     with pytest.raises(ConversionError, match=match) as error:
         built(**metadata)
     assert "\n" not in str(error.value)
+
+
+GGML = "tokenizer__ggml__"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "match"),
+    [
+        (f"{GGML}eos_token_id", "2", "must be one integer of at least 0, got '2'"),
+        (f"{GGML}eos_token_id", [2, 0], r"must be one integer of at least 0, got \[2, 0\]"),
+        (f"{GGML}eos_token_id", 2.0, "must be one integer of at least 0, got 2.0"),
+        (f"{GGML}eos_token_id", True, "must be one integer of at least 0, got True"),
+        ("tokenizer__chat_template", 1, "must be one string, got 1"),
+        ("tokenizer__chat_template", ["a"], r"must be one string, got \['a'\]"),
+        ("tokenizer__chat_template__tool_use", 1, "must be one string, got 1"),
+        (f"{GGML}model", ["gpt2"], r"must be one string, got \['gpt2'\]"),
+        (f"{GGML}pre", ["smollm"], r"must be one string, got \['smollm'\]"),
+        (f"{GGML}tokens", [1, 2], r"must be an array of strings, got \[1, 2\]"),
+        (f"{GGML}tokens", "a", "must be an array of strings, got 'a'"),
+        (f"{GGML}add_bos_token", "false", "must be true or false, got 'false'"),
+        (f"{GGML}add_eos_token", 1, "must be true or false, got 1"),
+        (f"{GGML}token_type", None, "lacks the metadata .*, without which no token is known to be special; or give"),
+        (f"{GGML}token_type", 1, "must be an array of integers, got 1"),
+        (f"{GGML}token_type", [1.0] * 257, r"must be an array of integers, got \[1\.0, "),
+        (f"{GGML}token_type", [1] * 258, "has 258 values for 257 tokens"),
+        (f"{GGML}token_type", [7] * 257, "holds 7, expected 1 to 6"),
+        (f"{GGML}token_type", [0] * 257, "holds 0, expected 1 to 6"),
+        (f"{GGML}merges", ["a b", "ab"], "holds 'ab' at 1, expected two parts"),
+        (f"{GGML}merges", ["a b c"], "holds 'a b c' at 0, expected two parts"),
+        (f"{GGML}merges", ["a "], "holds 'a ' at 0, expected two parts"),
+        (f"{GGML}merges", [1], r"must be an array of strings, got \[1\]"),
+        (f"{GGML}add_sep_token", True, "is True, which is not supported; expected False; or give"),
+        (f"{GGML}remove_extra_whitespaces", True, "is True, which is not supported; expected False"),
+        (f"{GGML}normalizer__lowercase", True, "is True, which is not supported; expected False"),
+        (f"{GGML}precompiled_charsmap", [1, 2], r"is \[1, 2\], which is not supported; expected \[\]"),
+        (f"{GGML}suppress_tokens", [1], r"is \[1\], which is not supported; expected \[\]"),
+        (f"{GGML}eos_token_ids", [1, 2], "is not understood; ignoring it could give another tokenizer; or give"),
+        ("tokenizer__other", 1, "is not understood"),
+        ("general__sampling__temp", "0.5", "must be a number of at least 0, got '0.5'"),
+        ("general__sampling__temp", float("nan"), "must be a number of at least 0, got nan"),
+        ("general__sampling__temp", -1.0, "must be a number of at least 0, got -1.0"),
+        ("general__sampling__top_p", 7.0, "must be a number above 0, 1 at most, got 7.0"),
+        ("general__sampling__min_p", 2.0, "must be a number from 0 to 1, got 2.0"),
+        ("general__sampling__top_k", 2.0, "must be one integer, got 2.0"),
+        ("general__sampling__penalty_repeat", 0.0, "must be a number above 0, got 0.0"),
+        ("llama__context_length", 0, "must be one positive integer, got 0"),
+    ],
+)
+def test_impossible_metadata(built, key, value, match):
+    """Each is said in one line that names the key."""
+    with pytest.raises(ConversionError, match=match) as error:
+        built(**{key: value})
+    assert key.replace("__", ".") in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_no_merges_at_all(tmp_path):
+    """The library's writer leaves empty arrays out."""
+    path = tmp_path / "model.gguf"
+    write_byte_level(path, "qwen2")
+    file = GGUFFile(path)
+    file.metadata["tokenizer.ggml.merges"] = []
+    with pytest.raises(ConversionError, match=r"tokenizer\.ggml\.merges is empty, but tokens have several bytes"):
+        build_tokenizer(file)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "match"),
+    [
+        ("token_type", None, "lacks the metadata tokenizer.ggml.token_type"),
+        ("scores", [0.0], "tokenizer.ggml.scores has 1 values for"),
+        ("scores", ["0"], "tokenizer.ggml.scores must be an array of numbers"),
+        ("scores", "nan", "tokenizer.ggml.scores holds NaN or infinity"),
+        ("add_space_prefix", 1, "tokenizer.ggml.add_space_prefix must be true or false, got 1"),
+    ],
+)
+def test_impossible_metadata_of_sentencepiece(tmp_path, key, value, match):
+    path = tmp_path / "model.gguf"
+    tokens = write_sentencepiece(path, "llama-spm")
+    file = GGUFFile(path)
+    file.metadata[f"tokenizer.ggml.{key}"] = [float("nan")] * len(tokens) if value == "nan" else value
+    if value is None:
+        del file.metadata[f"tokenizer.ggml.{key}"]
+    with pytest.raises(ConversionError, match=match):
+        build_tokenizer(file)
+
+
+def test_metadata_that_change_no_ids(built):
+    """Files have them: names of tokens for infilling, and flags that are off."""
+    off = {"add_sep_token": False, "remove_extra_whitespaces": False, "fim_pre_token_id": 3, "seperator_token_id": 4}
+    tokenizer, files, _ = built()
+    assert built(**{f"{GGML}{key}": value for key, value in off.items()})[0].to_str() == tokenizer.to_str()
+    with_json = built(tokenizer__huggingface__json="{}", tokenizer__chat_templates=["a"])[1]
+    assert with_json == files

@@ -204,6 +204,28 @@ def test_memory_of_each_rank(llama):
     assert eight["problem"] == "4 attention heads are not divided by 8"
 
 
+def test_memory_of_degrees_that_fit(llama):
+    """Three heads with blocks of 16, each rank with one of them and a third of 240 inner values."""
+    tensors: dict[str, torch.Tensor] = {}
+    for i in range(LAYERS):
+        layer = f"model.layers.{i}"
+        for name, shape in {
+            "self_attn.q_proj": (48, HIDDEN),
+            "self_attn.k_proj": (48, HIDDEN),
+            "self_attn.v_proj": (48, HIDDEN),
+            "self_attn.o_proj": (HIDDEN, 48),
+            "mlp.gate_proj": (240, HIDDEN),
+            "mlp.up_proj": (240, HIDDEN),
+            "mlp.down_proj": (HIDDEN, 240),
+        }.items():
+            tensors[f"{layer}.{name}.weight"] = torch.ones(shape, dtype=torch.bfloat16)
+    found = inspect(llama(tensors, {"num_attention_heads": 3, "num_key_value_heads": 3}))
+    assert found.convert["tensor_parallel"] == [1, 3]
+    assert [row["tensor_parallel"] for row in found.memory] == [1, 2, 3, 4, 8]
+    assert [row["problem"] is None for row in found.memory] == [True, False, True, False, False]
+    assert found.memory[2]["kv_bytes_per_token"] == LAYERS * 2 * HEAD_DIM * 2
+
+
 def test_fewer_heads_of_keys_than_ranks(llama):
     tensors = {
         f"model.layers.{i}.self_attn.o_proj.weight": torch.ones(HIDDEN, 256, dtype=torch.bfloat16) for i in range(LAYERS)
@@ -413,7 +435,7 @@ def test_what_several_checks_would_say_is_said_once(tmp_path):
     other = metadata()
     del other["llama.attention.head_count"]
     _, found = run(write_gguf(tmp_path / "model.gguf", llama_tensors(), other))
-    assert_said(found["problems"], "metadata llama.attention.head_count must be one positive integer, got None")
+    assert_said(found["problems"], "lacks the metadata llama.attention.head_count")
 
 
 def test_a_model_type_that_cannot_be_quantized(llama):
@@ -466,9 +488,20 @@ def test_no_checkpoint_at_all(tmp_path):
     code, found = run(tmp_path / "nowhere")
     assert (code, found["format"]) == (2, None)
     assert "nowhere does not exist" in found["problems"][0]
+    (tmp_path / "link").symlink_to("nowhere")
+    code, found = run(tmp_path / "link")
+    assert (code, found["format"]) == (2, None)
+    assert "link is a link to nowhere, which does not exist" in found["problems"][0]
     code, found = run(tmp_path)
-    assert code == 1
+    assert (code, found["format"]) == (1, None)
     assert "has no config.json" in found["problems"][0]
+
+
+def test_a_folder_of_gguf_files(tmp_path):
+    write_gguf(tmp_path / "model.gguf", llama_tensors(), metadata())
+    code, found = run(tmp_path)
+    assert (code, found["format"]) == (1, "gguf")
+    assert found["problems"][0].endswith(f"give one of them, as {tmp_path / 'model.gguf'}")
 
 
 def test_tables(llama, monkeypatch):

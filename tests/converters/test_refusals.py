@@ -1,5 +1,6 @@
 """Every refusal: one clear error, and nothing written."""
 
+import errno
 import json
 import math
 import os
@@ -218,6 +219,120 @@ def test_overwrite_replaces_everything(checkpoint, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "src"]
 
 
+def appears(monkeypatch, out, *names):
+    """Lets files appear in `out` while a conversion writes."""
+    write = converter._write_side_files
+
+    def write_and_appear(*args):
+        write(*args)
+        out.mkdir(exist_ok=True)
+        for name in names:
+            (out / name).write_text("precious")
+
+    monkeypatch.setattr(converter, "_write_side_files", write_and_appear)
+
+
+def test_output_that_appears_while_converting_is_kept(checkpoint, tmp_path, monkeypatch):
+    src, out = checkpoint(), tmp_path / "out"
+    appears(monkeypatch, out, "config.json", "model.safetensors")
+    with pytest.raises(ConversionError, match=f"OUT {out} appeared while converting: .*--overwrite"):
+        convert(src, out)
+    assert {path.name: path.read_text() for path in out.iterdir()} == dict.fromkeys(
+        ("config.json", "model.safetensors"), "precious"
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "src"]
+    convert(src, out, overwrite=True)
+    assert (out / "w8a8.safetensors").is_file()
+
+
+def test_file_that_appears_while_converting_is_kept(checkpoint, tmp_path, monkeypatch):
+    src, out = checkpoint(), tmp_path / "out"
+    monkeypatch.setattr(converter, "_write_side_files", lambda *_: out.write_text("precious"))
+    for overwrite in (False, True):
+        out.unlink(missing_ok=True)
+        with pytest.raises(ConversionError, match="appeared while converting"):
+            convert(src, out, overwrite=overwrite)
+        assert out.read_text() == "precious"
+
+
+def test_overwrite_looks_again_at_the_end(checkpoint, tmp_path, monkeypatch):
+    src, out = checkpoint(), tmp_path / "out"
+    appears(monkeypatch, out, "thesis.tex")
+    with pytest.raises(ConversionError, match="so it is no model folder: it is not overwritten"):
+        convert(src, out, overwrite=True)
+    assert [path.read_text() for path in out.iterdir()] == ["precious"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "src"]
+
+
+def test_overwritten_folder_is_not_lost_where_another_appears(checkpoint, tmp_path, monkeypatch):
+    src, out = checkpoint(), tmp_path / "out"
+    convert(src, out, format="compressed-tensors")
+    rename = os.rename
+
+    def rename_late(folder, name):
+        if Path(name) == out:
+            appears_now = out / "config.json"
+            out.mkdir(exist_ok=True)
+            appears_now.write_text("precious")
+        rename(folder, name)
+
+    monkeypatch.setattr(staging.os, "rename", rename_late)
+    with pytest.raises(ConversionError, match=r"what was to be replaced is in .*/\.out\.replaced-") as error:
+        convert(src, out, overwrite=True)
+    assert "\n" not in str(error.value)
+    assert [path.read_text() for path in out.iterdir()] == ["precious"]
+    (moved,) = tmp_path.glob(".out.*")
+    assert (moved / "model.safetensors").is_file()
+
+
+def test_second_of_two_conversions_fails(checkpoint, tmp_path, monkeypatch):
+    src, out = checkpoint(), tmp_path / "out"
+    write = converter._write_side_files
+    code = "import sys; from w8a8_converters.convert import convert; convert(*sys.argv[1:], format='compressed-tensors')"
+
+    def let_another_finish(*args):
+        write(*args)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        subprocess.run([sys.executable, "-c", code, str(src), str(out)], env=environment, check=True)
+
+    monkeypatch.setattr(converter, "_write_side_files", let_another_finish)
+    with pytest.raises(ConversionError, match="appeared while converting"):
+        convert(src, out)
+    assert (out / "model.safetensors").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "src"]
+
+
+def no_values_are_read(monkeypatch):
+    def fail(*_):
+        raise AssertionError("values were read")
+
+    monkeypatch.setattr(converter, "_check_values", fail)
+
+
+@pytest.mark.parametrize("out", ["file/out", "x" * 250, "x" * 300, "new/" + "x" * 250])
+def test_output_that_cannot_be_made(checkpoint, refuses, tmp_path, monkeypatch, out):
+    src = checkpoint()
+    (tmp_path / "file").write_text("")
+    no_values_are_read(monkeypatch)
+    reasons = "Not a directory|File exists|File name too long"
+    refuses(src, rf"OUT .* cannot be made in .* \(({reasons})\): choose", out=tmp_path / out)
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
+def test_output_where_one_may_not_write(checkpoint, refuses, tmp_path, monkeypatch, code):
+    """Root may write everywhere, so the system's refusal is made up."""
+    src, mkdir = checkpoint(), os.mkdir
+
+    def refused(path, *args, **options):
+        if Path(path).parent == tmp_path:
+            raise OSError(code, os.strerror(code), path)
+        mkdir(path, *args, **options)
+
+    monkeypatch.setattr(os, "mkdir", refused)
+    no_values_are_read(monkeypatch)
+    refuses(src, f"OUT {tmp_path}/out cannot be made in {tmp_path} .{os.strerror(code)}.: choose")
+
+
 def test_failed_overwrite_keeps_the_old_folder(checkpoint, tmp_path, monkeypatch):
     src, out = checkpoint(), tmp_path / "out"
     convert(src, out, format="compressed-tensors")
@@ -267,6 +382,10 @@ def test_tied_model_whose_lm_head_is_skipped_and_asked_for(checkpoint, refuses):
     refuses(checkpoint(tied=True), "both name lm_head", skip=["lm_head"], quantize_lm_head=True)
 
 
+def test_unknown_skip_of_a_tied_model_names_a_layer(checkpoint, refuses):
+    refuses(checkpoint(tied=True), "a name is like (gate|up|down|q|k|v|o)_proj$", skip=["nosuchmodule"])
+
+
 def test_no_lm_head_at_all(checkpoint, refuses):
     src = checkpoint(tensors={"lm_head.weight": None}, config={"tie_word_embeddings": False})
     refuses(src, "has no lm_head", quantize_lm_head=True)
@@ -309,11 +428,18 @@ def test_quantized_tensors(checkpoint, refuses, dtype):
 
 def test_own_output_is_not_a_source(checkpoint, refuses, tmp_path):
     convert(checkpoint(), tmp_path / "converted")
-    refuses(tmp_path / "converted", "already quantized")
+    refuses(tmp_path / "converted", "converted: it is W8A8 already: serve it as it is$")
+
+
+def test_compressed_tensors_w8a8_is_not_a_source(checkpoint, refuses, tmp_path):
+    convert(checkpoint(), tmp_path / "converted", format="compressed-tensors")
+    refuses(tmp_path / "converted", "converted: it is W8A8 already: serve it as it is$")
 
 
 def test_sources_that_are_none(checkpoint, refuses, tmp_path):
     refuses(tmp_path / "nowhere", "does not exist")
+    (tmp_path / "link").symlink_to("nowhere")
+    refuses(tmp_path / "link", "link is a link to nowhere, which does not exist")
     empty = tmp_path / "empty"
     empty.mkdir()
     refuses(empty, "no config.json")
@@ -327,6 +453,19 @@ def test_sources_that_are_none(checkpoint, refuses, tmp_path):
     refuses(empty, "pickle files .pytorch_model.bin.*save the model as safetensors")
     save_file({}, empty / "model.safetensors")
     refuses(empty, "holds no tensors")
+
+
+@pytest.mark.parametrize("config", [False, True])
+@pytest.mark.parametrize("from_quantized", [False, True])
+def test_folder_of_gguf_files(refuses, tmp_path, config, from_quantized):
+    src = tmp_path / "files"
+    src.mkdir()
+    (src / "b.gguf").write_bytes(b"GGUF")
+    if config:
+        (src / "config.json").write_text('{"model_type": "llama"}')
+    refuses(src, f"files is a folder of GGUF files, .*: give one of them, as {src}/b.gguf$", from_quantized=from_quantized)
+    (src / "a.GGUF").write_bytes(b"GGUF")
+    refuses(src, rf"as {src}/a.GGUF \(it holds a.GGUF, b.gguf\)$", from_quantized=from_quantized)
 
 
 def test_extra_files_are_not_used_but_noted(checkpoint, tmp_path):

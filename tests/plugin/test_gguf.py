@@ -389,6 +389,14 @@ def test_serve_runs_vllms_server(file: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert command[3:] == ["serve", str(file), "--quantization", "w8a8", "--port", "80", "--help"]
 
 
+def test_serve_expands_the_home_folder(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(file.parent))
+    assert gguf.locate(f"~/{file.name}") == file
+    command, result = serve(monkeypatch, f"~/{file.name}")
+    assert result.exit_code == 0, result.output
+    assert command[4] == str(file)
+
+
 def test_serve_without_the_metadata_of_the_vllm_command(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.metadata
 

@@ -15,6 +15,7 @@ from w8a8_converters.errors import BrokenFileError, ConversionError
 from w8a8_converters.gguf.tensor_types import BLOCK_SIZES, TensorType
 
 _MAGIC = b"GGUF"
+_LFS_POINTER = b"version https://git-lfs"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 _MAX_DIMS = 4
@@ -311,11 +312,16 @@ class _Header:
 def _map(path: Path) -> np.ndarray:
     try:
         with path.open("rb") as file:
-            magic = file.read(len(_MAGIC))
+            start = file.read(len(_LFS_POINTER))
     except OSError as error:
         raise ConversionError(f"{path} cannot be read: {error.strerror}") from None
+    magic = start[: len(_MAGIC)]
+    if not magic:
+        raise BrokenFileError(f"{path} is empty: download it again")
+    if start == _LFS_POINTER:
+        raise BrokenFileError(f"{path} is a Git LFS pointer, not the GGUF file itself: fetch that (git lfs pull)")
     if magic != _MAGIC:
-        raise BrokenFileError(f"{path} is not a GGUF file: it begins with {magic!r}, expected {_MAGIC!r}")
+        raise BrokenFileError(f"{path} is not a GGUF file: it begins with {magic!r}, expected {_MAGIC!r}; download it again")
     return np.memmap(path, dtype=np.uint8, mode="r")
 
 

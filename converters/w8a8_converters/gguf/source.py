@@ -73,6 +73,10 @@ class GGUFSource:
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         return self._values[name].rows(slice(start, stop))
 
+    def stored_names(self, name: str) -> list[str]:
+        """What the file calls the tensors that a tensor is made of."""
+        return [tensor.name for tensor in self._sources[name]]
+
     def known_finite(self, name: str) -> bool:
         # What is done with a file's values keeps them finite.
         return all(map(self._is_known_finite, self._sources[name]))

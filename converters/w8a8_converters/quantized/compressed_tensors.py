@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from w8a8_converters.checkpoint import TensorInfo
+from w8a8_converters.checkpoint import W8A8_ALREADY, TensorInfo, is_w8a8_group
 from w8a8_converters.errors import BrokenFileError, ConversionError
 from w8a8_converters.quantized.base import (
     FLOATS,
@@ -105,9 +105,8 @@ def _scheme(group: Any, overall: str) -> _Scheme | None:
     one_of(group, "format", _FORMATS, overall)
     kind = one_of(weights, "type", ("int", "float"), "int")
     bits = one_of(weights, "num_bits", (8,) if kind == "float" else (4, 8), 8)
-    activations = group.get("input_activations")
-    if kind == "int" and bits == 8 and isinstance(activations, dict) and activations.get("num_bits") == 8:
-        raise ConversionError("it is W8A8 already: serve it as it is")
+    if is_w8a8_group(group):
+        raise ConversionError(W8A8_ALREADY)
     strategy = one_of(weights, "strategy", _STRATEGIES, "group" if weights.get("group_size") else "tensor")
     if kind == "int" and strategy == "block":
         raise ConversionError("quantization_config: blocks of integers are not supported")

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from w8a8_converters.errors import ConversionError
+from w8a8_converters.gguf import metadata
 from w8a8_converters.gguf.architectures.recipe import Recipe, stored
 from w8a8_converters.gguf.dequant import check_type, dequantize_rows
+from w8a8_converters.gguf.metadata import ANY_NUMBER, EPSILON, POSITIVE, Numbers, shown
 from w8a8_converters.gguf.reader import GGUFFile
 
 Table = Mapping[str, Recipe]
@@ -29,6 +29,7 @@ class Architecture(ABC):
         ignored_keys: metadata under the architecture's prefix that change no result.
 
     Attributes:
+        largest_dimension: of the file's tensors.
         notes: what the user should know about the model, for the report.
     """
 
@@ -37,11 +38,13 @@ class Architecture(ABC):
 
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
-        self.name: str = file.required("general.architecture")
+        self.name: str = metadata.text(file, "general.architecture")
         self.notes: list[str] = []
         self._read_keys: set[str] = set()
-        self.hidden = self.integer("embedding_length")
+        self.largest_dimension = max((size for tensor in file.tensors.values() for size in tensor.shape), default=0)
+        self.hidden = self.size("embedding_length")
         self.n_layers = self.integer("block_count")
+        self.bound("block_count", self.n_layers, len(file.tensors), "the number of tensors in the file")
         self.vocab = self._vocabulary()
 
     # What an architecture gives.
@@ -71,22 +74,64 @@ class Architecture(ABC):
     @property
     def inner(self) -> int:
         """Hidden size of the MLP."""
-        return self.integer("feed_forward_length")
+        return self.size("feed_forward_length")
 
     @property
     def heads(self) -> int:
-        return self.integer("attention.head_count")
+        return self.size("attention.head_count")
 
     @property
     def kv_heads(self) -> int:
-        return self.integer("attention.head_count_kv", self.heads)
+        count = self.size("attention.head_count_kv", self.heads)
+        if self.heads % count:
+            raise ConversionError(
+                f"{self.file.path}: {self.name}.attention.head_count {self.heads} must be a multiple of "
+                f"{self.name}.attention.head_count_kv {count}"
+            )
+        return count
 
     @property
     def head_dim(self) -> int:
         """Of q, k and v; those of v must be as large."""
-        size = self.integer("attention.key_length", self.hidden // self.heads)
+        has_own = self.value("attention.key_length") is not None
+        size = self.size("attention.key_length") if has_own else self.divided_head_dim
+        if size % 2:
+            raise ConversionError(f"{self.file.path}: the size of a head must be even, got {size}, {self._head_dim_source}")
+        most = self.largest_dimension // size
+        self.bound(
+            "attention.head_count", self.heads, most, f"the largest dimension of the file's tensors, in heads of {size}"
+        )
         self.expect("attention.value_length", size)
         return size
+
+    @property
+    def divided_head_dim(self) -> int:
+        """The size of a head where the model has none of its own."""
+        if self.hidden % self.heads:
+            raise ConversionError(
+                f"{self.file.path}: {self.name}.embedding_length {self.hidden} must be a multiple of "
+                f"{self.name}.attention.head_count {self.heads}"
+            )
+        return self.hidden // self.heads
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many values of each head the rotary embedding turns."""
+        size = self.size("rope.dimension_count", self.head_dim)
+        if size % 2 or size > self.head_dim:
+            raise ConversionError(
+                f"{self.file.path}: {self.name}.rope.dimension_count must be even and at most the {self.head_dim} of a head, "
+                f"got {size}"
+            )
+        return size
+
+    @property
+    def rope_theta(self) -> float:
+        return self.number("rope.freq_base", 10000.0, POSITIVE)
+
+    @property
+    def rms_norm_eps(self) -> float:
+        return self.number("attention.layer_norm_rms_epsilon", numbers=EPSILON)
 
     @property
     def is_tied(self) -> bool:
@@ -95,36 +140,31 @@ class Architecture(ABC):
 
     def value(self, key: str, default: Any = None) -> Any:
         """Metadata under the architecture's prefix. What no architecture code asks for is refused by `check_keys`."""
-        self._read_keys.add(key)
-        return self.file.metadata.get(f"{self.name}.{key}", default)
+        return self.file.metadata.get(self._read(key), default)
 
     def integer(self, key: str, default: int | None = None, minimum: int = 1) -> int:
         """An integer under the architecture's prefix; required where there is no default."""
-        value = self.value(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            what = "one positive integer" if minimum == 1 else f"one integer of at least {minimum}"
-            raise ConversionError(f"{self.file.path}: metadata {self.name}.{key} must be {what}, got {_shown(value)}")
+        return metadata.integer(self.file, self._read(key), default, minimum)
+
+    def size(self, key: str, default: int | None = None, minimum: int = 1) -> int:
+        """The same, of which some tensor has so many rows or values, or a multiple: no more than the file's tensors allow."""
+        value = self.integer(key, default, minimum)
+        self.bound(key, value, self.largest_dimension, "the largest dimension of the file's tensors")
         return value
 
-    def number(self, key: str, default: float | None = None) -> float:
+    def number(self, key: str, default: float | None = None, numbers: Numbers = ANY_NUMBER) -> float:
         """An fp32 number under the architecture's prefix, as the shortest decimal that means the same fp32 value."""
-        value = self.value(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise ConversionError(f"{self.file.path}: metadata {self.name}.{key} must be a number, got {_shown(value)}")
-        return float(str(np.float32(value)))
+        return metadata.number(self.file, self._read(key), default, numbers)
 
     def flag(self, key: str, default: bool) -> bool:
         """A boolean under the architecture's prefix."""
-        value = self.value(key, default)
-        if not isinstance(value, bool):
-            raise ConversionError(f"{self.file.path}: metadata {self.name}.{key} must be true or false, got {_shown(value)}")
-        return value
+        return metadata.flag(self.file, self._read(key), default)
 
     def per_layer(self, key: str) -> list[Any]:
         """An array with an entry for each layer."""
         value = self.value(key)
         if not isinstance(value, list) or len(value) != self.n_layers:
-            count = f"{len(value)} entries" if isinstance(value, list) else _shown(value)
+            count = f"{len(value)} entries" if isinstance(value, list) else shown(value)
             raise ConversionError(
                 f"{self.file.path}: metadata {self.name}.{key} has {count}, expected one for each of {self.n_layers} layers"
             )
@@ -150,13 +190,22 @@ class Architecture(ABC):
         check_type(name, tensor.type)
         return dequantize_rows(self.file.packed_rows(tensor), tensor.type).reshape(-1)
 
-    def expect(self, key: str, expected: Any) -> None:
-        """Refuses a file whose metadata has another value than the only one that the model can have."""
+    def expect(self, key: str, expected: Any, because: str = "") -> None:
+        """Refuses a file whose metadata has another value than the only one that the model can have; `because` may say why."""
         value = self.value(key, expected)
         if value != expected:
             raise ConversionError(
-                f"{self.file.path}: {self.name}.{key} is {_shown(value)}, which is not supported; expected {expected}"
+                f"{self.file.path}: {self.name}.{key} is {shown(value)}, which is not supported; expected {expected}{because}"
             )
+
+    def bound(self, key: str, value: int, most: int, what: str) -> None:
+        """Refuses a number that would have tables of a size made that no tensor of the file has."""
+        if value > most:
+            raise ConversionError(f"{self.file.path}: metadata {self.name}.{key} is {value}, expected {most} at most: {what}")
+
+    def expect_whole_rotary(self) -> None:
+        """Refuses files whose rotary embedding covers a part of each head."""
+        self.expect("rope.dimension_count", self.head_dim, f", the size of a head, {self._head_dim_source}")
 
     # What the source uses.
 
@@ -184,6 +233,17 @@ class Architecture(ABC):
                 "ignoring it could give another model"
             )
 
+    def _read(self, key: str) -> str:
+        """The key's full name, which counts as read from here on."""
+        self._read_keys.add(key)
+        return f"{self.name}.{key}"
+
+    @property
+    def _head_dim_source(self) -> str:
+        if self.value("attention.key_length") is not None:
+            return f"which is {self.name}.attention.key_length"
+        return f"which is {self.name}.embedding_length {self.hidden} / {self.name}.attention.head_count {self.heads}"
+
     def _vocabulary(self) -> int:
         """Rows of the embedding, the metadata's `vocab_size` where the file has it."""
         tensor = self.file.tensors.get("token_embd.weight")
@@ -205,8 +265,3 @@ def interleaved_to_halves(heads: int, head_dim: int, rotary_dim: int | None = No
     stored_rows = torch.arange(heads * head_dim).reshape(heads, head_dim)
     rotary = stored_rows[:, :rotary_dim].reshape(heads, rotary_dim // 2, 2).transpose(1, 2).reshape(heads, rotary_dim)
     return torch.cat([rotary, stored_rows[:, rotary_dim:]], dim=1).reshape(-1)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

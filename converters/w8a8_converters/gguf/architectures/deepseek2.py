@@ -26,9 +26,9 @@ class Model(SharedExpertsArchitecture):
 
     def __init__(self, file: GGUFFile) -> None:
         super().__init__(file)
-        self.rope_dim = self.integer("rope.dimension_count")
-        self.kv_rank = self.integer("attention.kv_lora_rank")
-        self.q_rank = self.integer("attention.q_lora_rank", 0, minimum=0)
+        self.rope_dim = self.size("rope.dimension_count")
+        self.kv_rank = self.size("attention.kv_lora_rank")
+        self.q_rank = self.size("attention.q_lora_rank", 0, minimum=0)
         # Since MLA runs on the compressed keys, these are the sizes of one compressed head and the true ones have other names.
         self.is_split = self.value("attention.key_length_mla") is not None
         if self.is_split:
@@ -38,8 +38,10 @@ class Model(SharedExpertsArchitecture):
         else:
             self.expect("attention.head_count_kv", self.heads)
         suffix = "_mla" if self.is_split else ""
-        self.key_dim = self.integer(f"attention.key_length{suffix}")
-        self.value_dim = self.integer(f"attention.value_length{suffix}")
+        self.key_dim = self.size(f"attention.key_length{suffix}")
+        self.value_dim = self.size(f"attention.value_length{suffix}")
+        if self.rope_dim % 2:
+            raise ConversionError(f"{file.path}: {self.name}.rope.dimension_count must be even, got {self.rope_dim}")
         if self.key_dim <= self.rope_dim:
             raise ConversionError(
                 f"{file.path}: {self.name}.attention.key_length{suffix} is {self.key_dim}, expected more than the "

@@ -32,16 +32,19 @@ class DeltaNetArchitecture(MTPArchitecture):
                 f"{file.path}: {self.name}.nextn_predict_layers is {self.n_layers - self.main_layers}, "
                 "expected 0 or 1: the model's class has one MTP layer"
             )
-        self.key_heads = self.integer("ssm.group_count")
-        self.key_dim = self.integer("ssm.state_size")
-        self.value_heads = self.integer("ssm.time_step_rank")
-        inner = self.integer("ssm.inner_size")
+        self.key_heads = self.size("ssm.group_count")
+        self.key_dim = self.size("ssm.state_size")
+        self.value_heads = self.size("ssm.time_step_rank")
+        inner = self.size("ssm.inner_size")
         if self.value_heads % self.key_heads or inner % self.value_heads:
             raise ConversionError(
                 f"{file.path}: {self.name}.ssm.inner_size {inner} must be a multiple of ssm.time_step_rank "
                 f"{self.value_heads}, and that of ssm.group_count {self.key_heads}"
             )
         self.value_dim = inner // self.value_heads
+        most = self.largest_dimension // self.key_dim
+        what = f"the largest dimension of the file's tensors, in heads of {self.key_dim}"
+        self.bound("ssm.group_count", self.key_heads, most, what)
 
     def layer_prefix(self, layer: int) -> str:
         is_mtp = layer >= self.main_layers
@@ -114,19 +117,19 @@ class DeltaNetArchitecture(MTPArchitecture):
             "attention_bias": False,
             "head_dim": self.head_dim,
             "layer_types": self.layer_kinds()[: self.main_layers],
-            "linear_conv_kernel_dim": self.integer("ssm.conv_kernel"),
+            "linear_conv_kernel_dim": self.size("ssm.conv_kernel"),
             "linear_key_head_dim": self.key_dim,
             "linear_num_key_heads": self.key_heads,
             "linear_num_value_heads": self.value_heads,
             "linear_value_head_dim": self.value_dim,
             "num_hidden_layers": self.main_layers,
-            "partial_rotary_factor": self.integer("rope.dimension_count", self.head_dim) / self.head_dim,
+            "partial_rotary_factor": self.rotary_dim / self.head_dim,
         }
 
     def _delta_net(self, layer: int) -> dict[str, Recipe]:
         self._check_decay(layer)
         keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
-        channels, width = 2 * keys + values, self.integer("ssm.conv_kernel")
+        channels, width = 2 * keys + values, self.size("ssm.conv_kernel")
         order, heads = self.value_order(self.value_dim), self.value_order(1)
         conv1d = stored("ssm_conv1d.weight", channels, width).take(self.channel_order())
         table = {

@@ -46,8 +46,8 @@ class DenseArchitecture(Architecture):
             "num_attention_heads": self.heads,
             "num_hidden_layers": self.n_layers,
             "num_key_value_heads": self.kv_heads,
-            "rms_norm_eps": self.number("attention.layer_norm_rms_epsilon"),
-            "rope_theta": self.number("rope.freq_base", 10000.0),
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_theta": self.rope_theta,
             "tie_word_embeddings": self.is_tied,
             "vocab_size": self.vocab,
         }
@@ -55,10 +55,6 @@ class DenseArchitecture(Architecture):
             config["rope_scaling"] = scaling
         return config
 
-    def expect_whole_rotary(self) -> None:
-        """Refuses files whose rotary embedding covers a part of each head."""
-        self.expect("rope.dimension_count", self.head_dim)
-
     def expect_divided_heads(self) -> None:
         """Refuses files with a head size of their own: the model's classes have hidden_size / heads and nothing else."""
-        self.expect("attention.key_length", self.hidden // self.heads)
+        self.expect("attention.key_length", self.divided_head_dim)

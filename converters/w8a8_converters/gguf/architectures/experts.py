@@ -30,12 +30,12 @@ class ExpertsOnly(DenseArchitecture):
 
     @property
     def experts(self) -> int:
-        return self.integer("expert_count")
+        return self.size("expert_count")
 
     @property
     def inner(self) -> int:
         """Of an expert."""
-        inner = self.integer("expert_feed_forward_length")
+        inner = self.size("expert_feed_forward_length")
         self.expect("feed_forward_length", inner)
         return inner
 
@@ -45,16 +45,16 @@ class QwenExperts(DenseArchitecture):
 
     @property
     def experts(self) -> int:
-        return self.integer("expert_count")
+        return self.size("expert_count")
 
     @property
     def used_experts(self) -> int:
         """Of each token."""
-        return self.integer("expert_used_count")
+        return self.size("expert_used_count")
 
     @property
     def expert_inner(self) -> int:
-        return self.integer("expert_feed_forward_length", self.inner // self.used_experts)
+        return self.size("expert_feed_forward_length", self.inner // self.used_experts)
 
     def mlp(self) -> dict[str, Recipe]:
         return routed_experts(self, self.experts, self.expert_inner)
@@ -74,7 +74,7 @@ class QwenSharedExpert(QwenExperts):
 
     @property
     def shared_inner(self) -> int:
-        return self.integer("expert_shared_feed_forward_length", self.inner)
+        return self.size("expert_shared_feed_forward_length", self.inner)
 
     def mlp(self) -> dict[str, Recipe]:
         hidden, inner = self.hidden, self.shared_inner

@@ -19,7 +19,7 @@ class Model(DenseArchitecture):
 
     @property
     def head_dim(self) -> int:
-        self.integer("attention.key_length")  # required: it is not hidden/heads
+        self.size("attention.key_length")  # required: it is not hidden/heads
         return super().head_dim
 
     def model_table(self) -> Table:

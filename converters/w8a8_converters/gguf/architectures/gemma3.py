@@ -6,6 +6,7 @@ from w8a8_converters.errors import ConversionError
 from w8a8_converters.gguf.architectures.base import Architecture, Table
 from w8a8_converters.gguf.architectures.recipe import stored
 from w8a8_converters.gguf.architectures.rope import rope_scaling
+from w8a8_converters.gguf.metadata import POSITIVE
 
 # What llama.cpp takes where the file says nothing, and files say nothing of the first.
 _GLOBAL_EVERY = 6
@@ -19,7 +20,7 @@ class Model(Architecture):
 
     @property
     def head_dim(self) -> int:
-        self.integer("attention.key_length")  # required: it is not hidden/heads
+        self.size("attention.key_length")  # required: it is not hidden/heads
         return super().head_dim
 
     def model_table(self) -> Table:
@@ -46,7 +47,7 @@ class Model(Architecture):
         }
 
     def config(self) -> dict[str, Any]:
-        self.expect("rope.dimension_count", self.head_dim)
+        self.expect_whole_rotary()
         # The models have one window each; like llama.cpp, a file without it, or with 0, attends to everything in every layer.
         window = self.integer("attention.sliding_window", 0, minimum=0) or None
         layer_types = self.layer_types(_GLOBAL_EVERY)
@@ -66,7 +67,7 @@ class Model(Architecture):
             "num_hidden_layers": self.n_layers,
             "num_key_value_heads": self.kv_heads,
             "query_pre_attn_scalar": self._query_scalar(),
-            "rms_norm_eps": self.number("attention.layer_norm_rms_epsilon"),
+            "rms_norm_eps": self.rms_norm_eps,
             **self._rope(),
             "sliding_window": window,
             "tie_word_embeddings": self.is_tied,
@@ -86,8 +87,8 @@ class Model(Architecture):
 
     def _rope(self) -> dict[str, Any]:
         """In both spellings: transformers 5 and vLLM read `rope_parameters`, transformers 4 the others."""
-        theta = self.number("rope.freq_base", 10000.0)
-        local_theta = self.number("rope.freq_base_swa", _LOCAL_ROPE_BASE)
+        theta = self.rope_theta
+        local_theta = self.number("rope.freq_base_swa", _LOCAL_ROPE_BASE, POSITIVE)
         scaling = rope_scaling(self)  # of the global layers; the local ones have none
         parameters = {
             "full_attention": {"rope_theta": theta, **(scaling or {"rope_type": "default"})},

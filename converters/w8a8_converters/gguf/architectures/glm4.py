@@ -33,7 +33,7 @@ class Model(DenseArchitecture):
             "model_type": "glm4",
             "attention_bias": bool(biases(self)),
             "head_dim": self.head_dim,
-            "partial_rotary_factor": self.integer("rope.dimension_count", self.head_dim) / self.head_dim,
+            "partial_rotary_factor": self.rotary_dim / self.head_dim,
         }
 
 

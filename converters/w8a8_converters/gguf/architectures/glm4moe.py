@@ -36,6 +36,6 @@ class Model(SharedExpertsArchitecture):
             "model_type": "glm4_moe",
             "attention_bias": bool(glm4.biases(self)),
             "head_dim": self.head_dim,
-            "partial_rotary_factor": self.integer("rope.dimension_count", self.head_dim) / self.head_dim,
+            "partial_rotary_factor": self.rotary_dim / self.head_dim,
             "use_qk_norm": self.any_layer_has(*_QK_NORMS),
         }

@@ -68,7 +68,7 @@ class Model(ExpertsOnly):
             "attention_bias": True,
             "head_dim": self.head_dim,
             "layer_types": layer_types,
-            "num_experts_per_tok": self.integer("expert_used_count"),
+            "num_experts_per_tok": self.size("expert_used_count"),
             "num_local_experts": self.experts,
             # The model's frequencies are not rounded to whole dimensions; no file says it.
             "rope_scaling": _YARN_BETAS | scaling | {"truncate": False},

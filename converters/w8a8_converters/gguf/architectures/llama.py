@@ -19,7 +19,7 @@ class Model(DenseArchitecture):
 
     @property
     def experts(self) -> int:
-        return self.integer("expert_count", 0, minimum=0)
+        return self.size("expert_count", 0, minimum=0)
 
     def projections(self) -> dict[str, Recipe]:
         table = super().projections()
@@ -53,6 +53,7 @@ class Model(DenseArchitecture):
         moe = "block_sparse_moe"
         router = {f"{moe}.gate.weight": stored("ffn_gate_inp.weight", experts, hidden)}
         if self.any_layer_has("ffn_gate.0.weight"):  # of early files, which do not stack them
+            self.bound("expert_count", experts, len(self.file.tensors), "the number of tensors in the file")
             return router | {
                 f"{moe}.experts.{expert}.{theirs}.weight": stored(f"ffn_{ours}.{expert}.weight", *shape)
                 for expert in range(experts)
@@ -75,7 +76,7 @@ class Model(DenseArchitecture):
             return config | {
                 "architectures": ["MixtralForCausalLM"],
                 "model_type": "mixtral",
-                "num_experts_per_tok": self.integer("expert_used_count"),
+                "num_experts_per_tok": self.size("expert_used_count"),
                 "num_local_experts": self.experts,
             }
         self.expect("expert_used_count", 0)

@@ -37,7 +37,7 @@ class Model(DenseArchitecture):
             "original_max_position_embeddings": self.integer(
                 "rope.scaling.original_context_length", config["max_position_embeddings"]
             ),
-            "partial_rotary_factor": self.integer("rope.dimension_count", self.head_dim) / self.head_dim,
+            "partial_rotary_factor": self.rotary_dim / self.head_dim,
             # 0 where there is no window, as in Phi-4. llama.cpp itself gives windows up.
             "sliding_window": self.integer("attention.sliding_window", 0, minimum=0) or None,
         }

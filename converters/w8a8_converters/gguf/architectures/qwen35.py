@@ -55,7 +55,7 @@ class Model(DeltaNetArchitecture):
         """Of time, height and width; positions of text are the same in all."""
         key = "rope.dimension_sections"
         sections = self.value(key)
-        pairs = self.integer("rope.dimension_count", self.head_dim) // 2
+        pairs = self.rotary_dim // 2
         if not isinstance(sections, list) or len(sections) != 4 or sections[3] != 0 or sum(sections) != pairs:
             raise ConversionError(
                 f"{self.file.path}: metadata {self.name}.{key} is {sections}, expected three numbers and 0 that add up to the "

@@ -15,7 +15,7 @@ class Model(QwenSharedExpert, qwen35.Model):
 
     @property
     def inner(self) -> int:
-        return self.integer("feed_forward_length", 0, minimum=0)  # no layer has a dense MLP: most files lack it
+        return self.size("feed_forward_length", 0, minimum=0)  # no layer has a dense MLP: most files lack it
 
     def config(self) -> dict[str, Any]:
         config = super().config()

@@ -9,6 +9,7 @@ import torch
 
 from w8a8_converters.errors import ConversionError
 from w8a8_converters.gguf.architectures.base import Architecture
+from w8a8_converters.gguf.metadata import POSITIVE
 
 ROPE_FREQS = "rope_freqs.weight"
 ROPE_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
@@ -27,20 +28,21 @@ def rope_scaling(architecture: Architecture) -> dict[str, Any] | None:
     kind = architecture.value("rope.scaling.type", "none" if factor is None else "linear")
     if any(name in architecture.file.tensors for name in ROPE_FACTORS):
         kind = "longrope"  # Phi-3's files do not say it
+    if kind != "none" and factor is not None:
+        _factor(architecture)
     for key in ("rope.scaling.finetuned", "rope.scaling.original_context_length"):
         architecture.value(key)  # says nothing where the kind has no use for it
     if kind != "longrope":
         architecture.expect("rope.scaling.attn_factor", 1.0)
     path = architecture.file.path
-    if ROPE_FREQS in architecture.file.tensors:
+    if ROPE_FREQS in architecture.file.tensors and not architecture.values(ROPE_FREQS).eq(1).all():
         if kind != "none":
             raise ConversionError(f"{path} has both {ROPE_FREQS} and rope scaling {kind}, which is not supported")
         return _llama3(architecture)
     if kind == "none":
         return None
     if kind == "linear":
-        factor = architecture.number(_factor_key(architecture), 0.0)
-        return {"rope_type": "linear", "factor": factor} if factor else None
+        return None if factor is None else {"rope_type": "linear", "factor": _factor(architecture)}
     if kind == "yarn":
         return _yarn(architecture)
     if kind == "longrope":
@@ -54,10 +56,14 @@ def _factor_key(architecture: Architecture) -> str:
     return early if architecture.value(early) is not None and architecture.value(key) is None else key
 
 
+def _factor(architecture: Architecture) -> float:
+    return architecture.number(_factor_key(architecture), numbers=POSITIVE)
+
+
 def _yarn(architecture: Architecture) -> dict[str, Any]:
     scaling: dict[str, Any] = {
         "rope_type": "yarn",
-        "factor": architecture.number(_factor_key(architecture)),
+        "factor": _factor(architecture),
         "original_max_position_embeddings": architecture.integer(
             "rope.scaling.original_context_length", architecture.integer("context_length")
         ),
@@ -80,7 +86,9 @@ def _longrope(architecture: Architecture) -> dict[str, Any]:
     if missing:
         raise ConversionError(f"{path} lacks {len(missing)} tensors of rope scaling longrope: {', '.join(missing)}")
     long, short = ([float(str(factor)) for factor in architecture.values(name).numpy()] for name in ROPE_FACTORS)
-    pairs = architecture.integer("rope.dimension_count", architecture.head_dim) // 2
+    pairs = architecture.rotary_dim // 2
+    if not all(math.isfinite(factor) and factor > 0 for factor in (*long, *short)):
+        raise ConversionError(f"{path}: {' and '.join(ROPE_FACTORS)} must hold numbers above 0; download it again")
     if not len(long) == len(short) == pairs:
         raise ConversionError(
             f"{path}: {' and '.join(ROPE_FACTORS)} have {len(long)} and {len(short)} values, the metadata ask for {pairs}"
@@ -106,7 +114,7 @@ def _llama3(architecture: Architecture) -> dict[str, Any]:
     dim = 2 * len(factors)
     low, high, original = _LLAMA3
     factor = float(factors.max())
-    frequencies = architecture.number("rope.freq_base", 10000.0) ** -(torch.arange(0, dim, 2).double() / dim)
+    frequencies = architecture.rope_theta ** -(torch.arange(0, dim, 2).double() / dim)
     wavelengths = 2 * math.pi / frequencies
     smooth = ((original / wavelengths - low) / (high - low)).clamp(0, 1)
     expected = 1 / ((1 - smooth) / factor + smooth)

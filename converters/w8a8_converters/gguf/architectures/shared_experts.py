@@ -17,11 +17,11 @@ class SharedExpertsArchitecture(MTPArchitecture):
 
     @property
     def experts(self) -> int:
-        return self.integer("expert_count")
+        return self.size("expert_count")
 
     @property
     def expert_inner(self) -> int:
-        return self.integer("expert_feed_forward_length")
+        return self.size("expert_feed_forward_length")
 
     @property
     def dense_layers(self) -> int:
@@ -55,9 +55,9 @@ class SharedExpertsArchitecture(MTPArchitecture):
             "moe_intermediate_size": self.expert_inner,
             "n_group": groups,
             "n_routed_experts": self.experts,
-            "n_shared_experts": self.integer("expert_shared_count"),
+            "n_shared_experts": self.size("expert_shared_count"),
             "norm_topk_prob": self.flag("expert_weights_norm", False),
-            "num_experts_per_tok": self.integer("expert_used_count"),
+            "num_experts_per_tok": self.size("expert_used_count"),
             "num_hidden_layers": self.main_layers,
             "num_nextn_predict_layers": self.n_layers - self.main_layers,
             "routed_scaling_factor": self.number("expert_weights_scale", 0.0) or 1.0,  # 0, too, is no scale
@@ -69,7 +69,7 @@ class SharedExpertsArchitecture(MTPArchitecture):
         return 1
 
     def _experts_table(self) -> dict[str, Recipe]:
-        hidden, inner = self.hidden, self.expert_inner * self.integer("expert_shared_count")
+        hidden, inner = self.hidden, self.expert_inner * self.size("expert_shared_count")
         table = routed_experts(self, self.experts, self.expert_inner) | {
             "mlp.shared_experts.gate_proj.weight": stored("ffn_gate_shexp.weight", inner, hidden),
             "mlp.shared_experts.up_proj.weight": stored("ffn_up_shexp.weight", inner, hidden),

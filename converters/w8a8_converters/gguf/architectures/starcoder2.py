@@ -5,6 +5,7 @@ from typing import Any
 from w8a8_converters.gguf.architectures.base import Architecture, Table
 from w8a8_converters.gguf.architectures.recipe import stored
 from w8a8_converters.gguf.architectures.rope import rope_scaling
+from w8a8_converters.gguf.metadata import EPSILON
 
 
 class Model(Architecture):
@@ -39,8 +40,8 @@ class Model(Architecture):
         }
 
     def config(self) -> dict[str, Any]:
-        self.expect("rope.dimension_count", self.head_dim)
-        self.expect("attention.key_length", self.hidden // self.heads)
+        self.expect_whole_rotary()
+        self.expect("attention.key_length", self.divided_head_dim)
         config = {
             "architectures": ["Starcoder2ForCausalLM"],
             "model_type": "starcoder2",
@@ -48,11 +49,11 @@ class Model(Architecture):
             "hidden_size": self.hidden,
             "intermediate_size": self.inner,
             "max_position_embeddings": self.integer("context_length"),
-            "norm_epsilon": self.number("attention.layer_norm_epsilon"),
+            "norm_epsilon": self.number("attention.layer_norm_epsilon", numbers=EPSILON),
             "num_attention_heads": self.heads,
             "num_hidden_layers": self.n_layers,
             "num_key_value_heads": self.kv_heads,
-            "rope_theta": self.number("rope.freq_base", 10000.0),
+            "rope_theta": self.rope_theta,
             "sliding_window": None,
             "tie_word_embeddings": self.is_tied,
             "use_bias": True,

@@ -1,5 +1,6 @@
 """Where generation ends, how chats are written and how tokens are drawn, from a GGUF file's metadata."""
 
+from w8a8_converters.gguf.metadata import FRACTION, NOT_NEGATIVE, POSITIVE, POSITIVE_FRACTION, number, text, wrong
 from w8a8_converters.gguf.reader import GGUFFile
 
 _CONTROL = 3  # tokenizer.ggml.token_type
@@ -16,13 +17,14 @@ _GLM, _GLM_TURN_ENDS = "[gMASK]", ("<|user|>", "<|observation|>")
 # Where a turn is made of several messages, <|end|> ends only one of them: gpt-oss goes on after its reasoning.
 _MESSAGE_END, _ENDS_OF_MESSAGES = "<|end|>", ({"<|return|>", "<|call|>"}, {"<|flush|>", "<|calls|>"})
 
+# All but top_k, which is an integer.
 _SAMPLING = {
-    "temp": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "penalty_repeat": "repetition_penalty",
+    "temp": ("temperature", NOT_NEGATIVE),
+    "top_p": ("top_p", POSITIVE_FRACTION),
+    "min_p": ("min_p", FRACTION),
+    "penalty_repeat": ("repetition_penalty", POSITIVE),
 }
+CHAT_TEMPLATE, NAMED_CHAT_TEMPLATES = "tokenizer.chat_template", "tokenizer.chat_template."
 
 ChatTemplate = str | list[dict[str, str]] | None
 
@@ -50,9 +52,9 @@ def end_tokens(tokens: list[str], types: list[int], ids: dict[str, int], templat
 
 def chat_template(file: GGUFFile) -> ChatTemplate:
     """The file's chat template; where it has several, all of them by name."""
-    default = file.metadata.get("tokenizer.chat_template")
-    prefix = "tokenizer.chat_template."
-    named = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
+    default = text(file, CHAT_TEMPLATE) if CHAT_TEMPLATE in file.metadata else None
+    keys = [key for key in file.metadata if key.startswith(NAMED_CHAT_TEMPLATES)]
+    named = {key.removeprefix(NAMED_CHAT_TEMPLATES): text(file, key) for key in keys}
     if not named:
         return default
     if default is not None:
@@ -62,11 +64,15 @@ def chat_template(file: GGUFFile) -> ChatTemplate:
 
 def sampling_defaults(file: GGUFFile) -> dict[str, float | int | bool]:
     """How the file says tokens are to be drawn, under the names of generation_config.json."""
-    found = {name: file.metadata.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
-    # Stored as fp32, from decimals such as 0.6.
-    defaults = {name: round(value, 6) for name, value in found.items() if value is not None}
-    if "top_k" in defaults:
-        defaults["top_k"] = max(defaults["top_k"], 0)  # llama.cpp takes all tokens also with -1
+    defaults: dict[str, float | int | bool] = {}
+    for key, (name, numbers) in _SAMPLING.items():
+        if f"general.sampling.{key}" in file.metadata:
+            defaults[name] = number(file, f"general.sampling.{key}", numbers=numbers)
+    top_k = "general.sampling.top_k"
+    if top_k in file.metadata:
+        if type(file.metadata[top_k]) is not int:
+            raise wrong(file, top_k, "one integer")
+        defaults["top_k"] = max(file.metadata[top_k], 0)  # llama.cpp takes all tokens also with -1
     if defaults.keys() - {"repetition_penalty"}:
         defaults["do_sample"] = defaults.get("temperature") != 0
     return defaults
