@@ -251,6 +251,12 @@ def test_end_tokens(built, tokens, roles, template, ends):
     assert files.special_ids.get("eos_token_id") == (names.index(roles["eos"]) if "eos" in roles else None)
 
 
+def test_all_ends_that_a_file_names(built):
+    _, files, _ = built(**{f"{GGML}eos_token_id": 2, f"{GGML}eos_token_ids": [2, 5, 7]})
+    assert files.generation_ids["eos_token_id"][:3] == [2, 5, 7]
+    assert files.special_ids["eos_token_id"] == 2
+
+
 def test_the_end_of_a_turn_is_one_token_in_text(built):
     """Even where the file lists it among the ordinary ones."""
     template = {"tokenizer__chat_template": "<|im_end|>"}
@@ -350,7 +356,9 @@ GGML = "tokenizer__ggml__"
         (f"{GGML}normalizer__lowercase", True, "is True, which is not supported; expected False"),
         (f"{GGML}precompiled_charsmap", [1, 2], r"is \[1, 2\], which is not supported; expected \[\]"),
         (f"{GGML}suppress_tokens", [1], r"is \[1\], which is not supported; expected \[\]"),
-        (f"{GGML}eos_token_ids", [1, 2], "is not understood; ignoring it could give another tokenizer; or give"),
+        (f"{GGML}eos_token_ids", [1, 257], r"must be ids below 257, got \[1, 257\]"),
+        (f"{GGML}eos_token_ids", "1", "must be an array of ids below 257, got '1'"),
+        (f"{GGML}eos_token", 1, "is not understood; ignoring it could give another tokenizer; or give"),
         ("tokenizer__other", 1, "is not understood"),
         ("general__sampling__temp", "0.5", "must be a number of at least 0, got '0.5'"),
         ("general__sampling__temp", float("nan"), "must be a number of at least 0, got nan"),

@@ -8,7 +8,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, processors
 
 from w8a8_converters.errors import ConversionError
-from w8a8_converters.gguf.metadata import array, flag, integer, shown, text
+from w8a8_converters.gguf.metadata import array, flag, integer, shown, text, wrong
 from w8a8_converters.gguf.reader import GGUFFile
 from w8a8_converters.gguf.tokenizer.generation import (
     CHAT_TEMPLATE,
@@ -27,6 +27,7 @@ _OR = "; or give the model's own tokenizer with --hf-config"
 _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "eot": "eot", "eom": "eom"}
 _READ_KEYS = {
     *("model", "pre", "tokens", "token_type", "scores", "merges", "add_bos_token", "add_eos_token", "add_space_prefix"),
+    "eos_token_ids",
     *(f"{name}_token_id" for name in _ROLES.values()),
 }
 # They name tokens that take no part in making ids of text, or say what only other models of tokenizers can use.
@@ -79,7 +80,7 @@ def build_tokenizer(file: GGUFFile) -> TokenizerFiles:
     types = _token_types(file, len(tokens))
     ids = _special_ids(file, len(tokens), model)
     template = chat_template(file)
-    ends = end_tokens(tokens, types, ids, template)
+    ends = list(dict.fromkeys([*end_tokens(tokens, types, ids, template), *_more_ends(file, len(tokens))]))
     try:
         tokenizer, adds_bos = builders[model](file, vocabulary, types, ids)
     except ConversionError:
@@ -235,6 +236,17 @@ def _add_special_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int
     ]
     # One call in id order: the list in tokenizer.json must be sorted by id.
     tokenizer.add_tokens(added)
+
+
+def _more_ends(file: GGUFFile, n_tokens: int) -> list[int]:
+    """Ids of `eos_token_ids`, in which files made by Ollama name all ends, the first one again among them."""
+    key = "tokenizer.ggml.eos_token_ids"
+    if key not in file.metadata:
+        return []
+    ends = array(file, key, (int,), f"ids below {n_tokens}")
+    if not all(0 <= index < n_tokens for index in ends):
+        raise wrong(file, key, f"ids below {n_tokens}")
+    return ends
 
 
 def _special_ids(file: GGUFFile, n_tokens: int, model: str) -> dict[str, int]:
