@@ -75,10 +75,15 @@ class NoiseMeter:
     def add(self, values: Tensor, codes: Tensor, scale: Tensor) -> None:
         """values [n, K] floating, codes int8 [n, K], scale fp32 [n, 1]."""
         exact = values.to(torch.float32)
-        noise = torch.addcmul(exact, codes.to(torch.float32), scale, value=-1)
-        self._signal += float(torch.linalg.vector_norm(exact)) ** 2
-        self._noise += float(torch.linalg.vector_norm(noise)) ** 2
+        noise = codes.to(torch.float32).mul_(scale).sub_(exact)
+        self._signal += _energy(exact)
+        self._noise += _energy(noise)
 
     def decibels(self) -> float | None:
         """None where there is no noise at all."""
         return round(10 * math.log10(self._signal / self._noise), 2) if self._noise and self._signal else None
+
+
+def _energy(values: Tensor) -> float:
+    flat = values.reshape(-1)
+    return float(torch.dot(flat, flat))
