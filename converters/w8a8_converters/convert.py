@@ -32,8 +32,8 @@ QUANT_CONFIG_FILE = "quant_config.json"
 # stage ("check", "write", and of folding "equalize", "quality"), bytes of the source done, bytes in all
 Progress = Callable[[str, int, int], None]
 
-# fp32 size of a block of rows. Blocks bound the memory: no tensor and no shard is ever held as a whole. Of 1 to 16 MiB this was
-# the fastest on two cores (436 M values of Q4_K in 4.9 s, 5.4 to 6.2 s in larger ones): it stays in a core's cache.
+# fp32 size of a block of rows. Blocks bound the memory: no tensor and no shard is ever held as a whole. Of 1 to 16 MiB this
+# was the fastest on two cores (436 M values of Q4_K in 4.9 s, 5.4 to 6.2 s in larger ones): it stays in a core's cache.
 _BLOCK_BYTES = 1024**2
 _DISK_MARGIN = 64 * 1000**2
 
