@@ -131,7 +131,7 @@ def _put_in_place(staging: Path, out: Path, overwrite: bool) -> None:
                     "convert again"
                 ) from None
         raise
-    _sync(out.parent)
+    sync(out.parent)
     if replaced is not None:
         shutil.rmtree(replaced)
 
@@ -150,11 +150,12 @@ def _rename(folder: Path, out: Path) -> None:
 
 def _sync_tree(folder: Path) -> None:
     for path in sorted(folder.rglob("*")):
-        _sync(path)
-    _sync(folder)
+        sync(path)
+    sync(folder)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Returns when a file's data, or a folder's entries, are on the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

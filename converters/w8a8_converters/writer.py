@@ -86,8 +86,4 @@ class ShardWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        try:
-            if kind is None:
-                os.fsync(self._fd)
-        finally:
-            os.close(self._fd)
+        os.close(self._fd)
