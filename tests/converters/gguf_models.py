@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Q
+from gguf_vocabularies import add_value
 from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
 from torch import Tensor
@@ -83,7 +84,7 @@ def write_gguf(path: Path, architecture: str, metadata: Mapping[str, Any], tenso
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in {**TOKENIZER, **{_full(architecture, key): value for key, value in metadata.items()}}.items():
         if value is not None:
-            _add_value(writer, key, value)
+            add_value(writer, key, value)
     for name, values, *kind in tensors:
         if kind:
             writer.add_tensor(name, values, raw_dtype=kind[0])
@@ -195,16 +196,3 @@ def interleaved(rows: Tensor, heads: int, rotary: int | None = None) -> Tensor:
 
 def _full(architecture: str, key: str) -> str:
     return key if key.startswith(("tokenizer.", "general.", "split.")) else f"{architecture}.{key}"
-
-
-def _add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    else:
-        writer.add_array(key, value)

@@ -172,20 +172,26 @@ def write_sentencepiece(path: Path, kind: str) -> list[str]:
     return list(tokens)
 
 
+def add_value(writer: gguf.GGUFWriter, key: str, value: object) -> None:
+    """Metadata in the type that fits the value: uint32, float32, or an array."""
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
 def write_metadata(path: Path, arch: str, metadata: dict[str, object]) -> None:
     """A GGUF file without tensors; a value None leaves its key out."""
     writer = gguf.GGUFWriter(path, arch)
     for key, value in metadata.items():
-        if isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, int):
-            writer.add_uint32(key, value)
-        elif isinstance(value, float):
-            writer.add_float32(key, value)
-        elif isinstance(value, str):
-            writer.add_string(key, value)
-        elif value is not None:
-            writer.add_array(key, value)
+        if value is not None:
+            add_value(writer, key, value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()

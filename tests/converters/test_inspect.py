@@ -13,6 +13,7 @@ import torch
 from gguf import GGMLQuantizationType as Q
 from gguf.quants import quantize
 from gguf_models import TOKENIZER, VOCAB
+from gguf_vocabularies import add_value
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -66,14 +67,7 @@ def llama_tensors(matrices: Q = Q.Q8_0) -> Tensors:
 def write_gguf(path: Path, tensors: Tensors, metadata: Mapping[str, Any], architecture: str = "llama") -> Path:
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in metadata.items():
-        if isinstance(value, list):
-            writer.add_array(key, value)
-        elif isinstance(value, str):
-            writer.add_string(key, value)
-        elif isinstance(value, float):
-            writer.add_float32(key, value)
-        else:
-            writer.add_uint32(key, value)
+        add_value(writer, key, value)
     for name, (shape, kind) in tensors.items():
         values = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
         if kind in (Q.Q8_K, Q.Q8_1):  # the library quantizes none of these

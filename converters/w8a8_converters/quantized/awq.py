@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from w8a8_converters.checkpoint import TensorInfo
-from w8a8_converters.errors import ConversionError
 from w8a8_converters.quantized.base import (
     FLOATS,
     Read,
@@ -16,10 +15,10 @@ from w8a8_converters.quantized.base import (
     check_matrix,
     column_groups,
     dequantize,
+    group_size_of,
     groups_of,
     one_of,
     part,
-    setting,
     whole,
 )
 
@@ -38,9 +37,7 @@ class Awq:
         one_of(settings, "version", ("gemm",), "gemm")
         one_of(settings, "bits" if "bits" in settings else "w_bit", (_BITS,))
         one_of(settings, "zero_point", (True,), True)
-        self._group_size = setting(settings, "group_size" if "group_size" in settings else "q_group_size", int)
-        if self._group_size < 1 and self._group_size != -1:
-            raise ConversionError(f"quantization_config: group_size must be positive or -1, got {self._group_size}")
+        self._group_size = group_size_of(settings, "group_size" if "group_size" in settings else "q_group_size")
         groups = f"groups of {self._group_size}" if self._group_size > 0 else "by channel"
         self.description = f"AWQ, {_BITS} bit, {groups}"
 

@@ -75,6 +75,14 @@ def one_of(settings: Mapping[str, Any], key: str, allowed: tuple, default: Any =
     return value
 
 
+def group_size_of(settings: Mapping[str, Any], key: str = "group_size") -> int:
+    """Columns that share a scale: positive, or -1 for all of a row."""
+    size = setting(settings, key, int)
+    if size < 1 and size != -1:
+        raise ConversionError(f"quantization_config: group_size must be positive or -1, got {size}")
+    return size
+
+
 def groups_of(K: int, group_size: int) -> int:
     """How many groups of `group_size` columns there are, -1 for one group; the last may be smaller."""
     return 1 if group_size == -1 else -(-K // group_size)

@@ -17,6 +17,7 @@ from w8a8_converters.quantized.base import (
     check_matrix,
     column_groups,
     dequantize,
+    group_size_of,
     groups_of,
     one_of,
     part,
@@ -65,9 +66,7 @@ class Gptq:
         return GptqWeight((N, K), parts, bits, group_size, self._zero_offset)
 
     def _sizes(self, settings: Mapping[str, Any]) -> tuple[int, int]:
-        group_size = setting(settings, "group_size", int)
-        if group_size < 1 and group_size != -1:
-            raise ConversionError(f"quantization_config: group_size must be positive or -1, got {group_size}")
+        group_size = group_size_of(settings)
         return one_of(settings, "bits", _BITS), group_size
 
 
