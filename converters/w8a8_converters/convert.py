@@ -5,7 +5,6 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from w8a8_converters.layers import module_of
 from w8a8_converters.plan import Plan, Step, make_plan
 from w8a8_converters.quantized.source import QuantizedSource
 from w8a8_converters.report import LayerReport, NoiseMeter, Report
-from w8a8_converters.staging import check_output, remove_stale, staged_folder, sync
+from w8a8_converters.staging import check_output, remove_stale, staged_folder
 from w8a8_converters.writer import ShardWriter
 from w8a8_kernels.hadamard import hadamard_transform
 from w8a8_kernels.quantize.weight import quantize_weight
@@ -35,6 +34,7 @@ Progress = Callable[[str, int, int], None]
 
 # fp32 size of a block of rows. Blocks bound the memory: no tensor and no shard is ever held as a whole. Of 1 to 16 MiB this
 # was the fastest on two cores (436 M values of Q4_K in 4.9 s, 5.4 to 6.2 s in larger ones): it stays in a core's cache.
+# At 8 GB, where the page cache is full, 4 MiB took as long.
 _BLOCK_BYTES = 1024**2
 _DISK_MARGIN = 64 * 1000**2
 
@@ -196,15 +196,12 @@ def _is_finite(values: Tensor) -> bool:
 def _write_weights(plan: Plan, source: Source, folder: Path, report: Report, progress: Progress | None) -> None:
     weight_map: dict[str, str] = {}
     tell = _Counter("write", plan.source_bytes, progress)
-    # The disk takes a shard while the next one is computed. What fails there fails again when the folder is put in place.
-    with ThreadPoolExecutor(1) as syncing:
-        for steps, file_name in zip(plan.shards, plan.files, strict=True):
-            tensors = [tensor for step in steps for tensor in step.outputs]
-            weight_map |= {tensor.name: file_name for tensor in tensors}
-            with ShardWriter(folder / file_name, tensors, {"format": plan.format.metadata_format}) as writer:
-                for step in steps:
-                    _write_step(step, source, writer, report, tell)
-            syncing.submit(sync, folder / file_name)
+    for steps, file_name in zip(plan.shards, plan.files, strict=True):
+        tensors = [tensor for step in steps for tensor in step.outputs]
+        weight_map |= {tensor.name: file_name for tensor in tensors}
+        with ShardWriter(folder / file_name, tensors, {"format": plan.format.metadata_format}) as writer:
+            for step in steps:
+                _write_step(step, source, writer, report, tell)
     if len(plan.files) > 1:
         index = {"metadata": {"total_size": plan.output_bytes}, "weight_map": dict(sorted(weight_map.items()))}
         _write_json(folder / f"{plan.format.stem}.safetensors.index.json", index)

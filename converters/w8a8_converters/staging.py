@@ -131,7 +131,7 @@ def _put_in_place(staging: Path, out: Path, overwrite: bool) -> None:
                     "convert again"
                 ) from None
         raise
-    sync(out.parent)
+    _sync(out.parent)
     if replaced is not None:
         shutil.rmtree(replaced)
 
@@ -150,12 +150,11 @@ def _rename(folder: Path, out: Path) -> None:
 
 def _sync_tree(folder: Path) -> None:
     for path in sorted(folder.rglob("*")):
-        sync(path)
-    sync(folder)
+        _sync(path)
+    _sync(folder)
 
 
-def sync(path: Path) -> None:
-    """Returns when a file's data, or a folder's entries, are on the disk."""
+def _sync(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
