@@ -5,7 +5,8 @@ Run: python benchmarks/step.py [--models qwen3-8b] [--modes ours stock-int8] [--
 Model shapes and modes are those of `benchmarks/engine.py`, of which so many layers are built; weights are dummies, CUDA graphs
 are on. Each engine runs in a process of its own; all are started at once, and one after the other is profiled by torch's
 profiler: a decode step of `--decode` requests after prompts of 128 tokens, and a step of `--prefill` tokens in prompts of
-1,024. `wall_us` is the step as the profiler saw it, which it makes longer; `kernels_us` the sum over its kernels.
+1,024. `wall_us` is the step as the profiler saw it, which it makes longer; `kernels_us` the time in which a kernel ran, and a
+kernel's `us` what of its own time lies after the end of every kernel that ended before it.
 Writes benchmarks/results/step-<gpu>-<date>.json. Exits with 1 if an engine ended with an error.
 """
 
@@ -19,7 +20,17 @@ from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
 
-from engine import DECODE_PROMPT_TOKENS, MODELS, MODES, PROMPT_TOKENS, Engine, append, positive, wait_for_turn
+from engine import (
+    DECODE_PROMPT_TOKENS,
+    MODELS,
+    MODES,
+    PROMPT_TOKENS,
+    Engine,
+    append,
+    fill_int8_weights,
+    positive,
+    wait_for_turn,
+)
 from gpu_timing import RESULTS, provenance
 
 WARM_STEPS = 8
@@ -36,12 +47,15 @@ def profiled_step(engine) -> dict:
         engine.step()
         torch.cuda.synchronize()
         wall = time.perf_counter() - start
-    kernels: dict[str, list[float]] = defaultdict(list)
-    for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
-            kernels[event.name].append(event.time_range.elapsed_us())
-    if not kernels:
+    events = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA and not e.is_user_annotation]
+    if not events:
         raise RuntimeError("the profiler saw no kernel: the engine must run in this process")
+    kernels: dict[str, list[float]] = defaultdict(list)
+    before = 0.0
+    for event in sorted(events, key=lambda event: event.time_range.end):
+        # A kernel that is launched before its predecessor has ended waits for it: that time is not its own.
+        kernels[event.name].append(max(0.0, event.time_range.end - max(before, event.time_range.start)))
+        before = event.time_range.end
     rows = [{"name": name, "calls": len(us), "us": round(sum(us), 1)} for name, us in kernels.items()]
     rows.sort(key=lambda row: -row["us"])
     return {
@@ -69,6 +83,8 @@ def child(folder: Path) -> None:
         async_scheduling=False,  # a step returns when its kernels are done
         **job["engine"],
     )
+    if job["fill"]:
+        llm.collective_rpc(fill_int8_weights)
     wait_for_turn(folder)
     engine, names = llm.llm_engine, itertools.count()
 
@@ -123,7 +139,7 @@ def main() -> int:
         for model, mode in itertools.product(args.models, args.modes):
             config = MODELS[model] | MODES[mode].config | {"num_hidden_layers": args.layers}
             job = {"engine": MODES[mode].engine, "vocab": config["vocab_size"]}
-            job |= {"decode": args.decode, "prefill": args.prefill}
+            job |= {"decode": args.decode, "prefill": args.prefill, "fill": MODES[mode].fill}
             env = {"VLLM_W8A8_ENABLE": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | MODES[mode].env
             log = logs / f"{model}-{mode}.log"
             engines.append((model, mode, log, stack.enter_context(Engine(__file__, config, job, env, log))))
