@@ -460,7 +460,7 @@ def test_compiles_what_logits_reach(way: str, monkeypatch: pytest.MonkeyPatch) -
     made = []
     fresh = warmup.Warmup()
     monkeypatch.setattr(warmup, "warm_up_linear", lambda *args, **kwargs: made.append((args, kwargs)))
-    monkeypatch.setattr(warmup, "_compiles_on", lambda device: True)
+    monkeypatch.setattr(warmup, "compiles_on", lambda device: True)
     monkeypatch.setattr(warmup, "_fuses", lambda vllm_config: True)
     monkeypatch.setattr(linear, "WARMUP", fresh)
     monkeypatch.setattr(lm_head, "WARMUP", fresh)

@@ -17,7 +17,7 @@ from vllm_w8a8_plugin import linear, log, moe, warmup
 from vllm_w8a8_plugin.config import W8A8Config
 
 N, K = 48, 64
-compiles_on = warmup._compiles_on
+compiles_on = warmup.compiles_on
 
 
 @dataclass
@@ -60,7 +60,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
     made: list[Run] = []
     monkeypatch.setattr(warmup, "warm_up_linear", lambda *args, **kwargs: made.append(Run(*args, **kwargs)))
     monkeypatch.setattr(warmup, "compilations", lambda: 3 * len(made))
-    monkeypatch.setattr(warmup, "_compiles_on", lambda device: True)
+    monkeypatch.setattr(warmup, "compiles_on", lambda device: True)
     monkeypatch.setattr(linear, "WARMUP", warmup.Warmup())
     monkeypatch.setenv("VLLM_W8A8_KERNEL", "torch")  # which keeps the weight as it is, as GPU kernels do
     return made
@@ -175,7 +175,7 @@ def test_other_limits_run_again(vllm_config: VllmConfig, runs: list[Run]) -> Non
 def test_nothing_runs_on_a_cpu(
     vllm_config: VllmConfig, runs: list[Run], said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(warmup, "_compiles_on", compiles_on)
+    monkeypatch.setattr(warmup, "compiles_on", compiles_on)
     layer = build(W8A8Config.from_config(NATIVE))
     load_and_finish(layer)
     assert runs == []

@@ -1,0 +1,142 @@
+"""Launches the attention kernel."""
+
+import torch
+from torch import Tensor
+
+from w8a8_kernels.attention.config import (
+    MAX_ONE_TILE_ROWS,
+    AttentionTile,
+    attention_tile,
+    number_of_splits,
+    power_of_two,
+)
+from w8a8_kernels.attention.device import device_of
+from w8a8_kernels.attention.paged import merge_splits_kernel, paged_attention_kernel
+from w8a8_kernels.launch import launch_options
+from w8a8_kernels.select import has_dependent_launch
+
+
+def paged_attention(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    scale: float,
+    *,
+    most_queries: int,
+    most_keys: int,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    out: Tensor | None = None,
+    tile: AttentionTile | None = None,
+    splits: int | None = None,
+) -> Tensor:
+    """Attention over a paged cache; arguments as in `paged_attention_reference`, with any strides but a last one of 1.
+
+    The value cache may have its 1 between tokens instead (`int8_cache_views`).
+
+    Args:
+        most_queries, most_keys: of any sequence; upper bounds, where the launch is recorded to be replayed.
+        out: [T, query heads, D] in q's dtype, made where it is None.
+        tile, splits: instead of those by rule.
+
+    Returns:
+        out. Rows of no sequence are undefined.
+    """
+    T, heads, D = q.shape
+    block_size, kv_heads = key_cache.shape[1:3]
+    group, n_sequences = heads // kv_heads, len(seq_lens)
+    out = torch.empty_like(q) if out is None else out
+    if T == 0:
+        return out
+    capability, num_sms = device_of(q.device)
+    pdl = has_dependent_launch(capability)
+    if tile is None:
+        tile = attention_tile(D, group, most_queries, itemsize=key_cache.element_size(), capability=capability)
+    block_g, block_d = power_of_two(group), power_of_two(D)
+    tile_queries = tile.block_m // block_g
+    one_tile = most_queries <= tile_queries
+    n_tiles = n_sequences if one_tile else T // tile_queries + n_sequences
+    if splits is None:
+        few = block_g * most_queries <= MAX_ONE_TILE_ROWS
+        splits = number_of_splits(n_tiles, kv_heads, most_keys, num_sms) if few else 1
+    part = part_max = part_sum = out
+    if splits > 1:
+        part = torch.empty(splits, T, heads, D, dtype=torch.float32, device=q.device)
+        part_max, part_sum = torch.empty(2, splits, T, heads, dtype=torch.float32, device=q.device)
+    int8 = key_scale is not None
+    scale_strides = key_scale.stride() if int8 else (0, 0, 0)
+    paged_attention_kernel[(n_tiles, kv_heads, splits)](
+        out,
+        part,
+        part_max,
+        part_sum,
+        q,
+        key_cache,
+        value_cache,
+        key_scale if int8 else q,
+        value_scale if int8 else q,
+        block_table,
+        seq_lens,
+        query_start_loc,
+        q if sinks is None else sinks,
+        q if alibi_slopes is None else alibi_slopes,
+        n_sequences,
+        T,
+        scale,
+        softcap,
+        window or 0,
+        *out.stride()[:2],
+        *q.stride()[:2],
+        *key_cache.stride()[:3],
+        *value_cache.stride(),
+        *scale_strides,
+        block_table.stride(0),
+        HEADS=heads,
+        GROUP=group,
+        BLOCK_G=block_g,
+        D=D,
+        BLOCK_D=block_d,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_SIZE=block_size,
+        SPLITS=splits,
+        ONE_TILE=one_tile,
+        CAUSAL=causal,
+        WINDOW=window is not None,
+        SOFTCAP=softcap != 0,
+        ALIBI=alibi_slopes is not None,
+        SINKS=sinks is not None,
+        INT8=int8,
+        V_TRANSPOSED=value_cache.stride(3) != 1,
+        DOT=tile.dot,
+        INT8_DOT=tile.int8_dot,
+        PDL=pdl,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **launch_options(pdl),
+    )
+    if splits > 1:
+        merge_splits_kernel[(T, heads)](
+            out,
+            part,
+            part_max,
+            part_sum,
+            T,
+            *out.stride()[:2],
+            HEADS=heads,
+            D=D,
+            BLOCK_D=block_d,
+            SPLITS=splits,
+            PDL=pdl,
+            num_warps=4,
+            **launch_options(pdl),
+        )
+    return out

@@ -1,0 +1,498 @@
+"""The attention kernel: prefill, decode and short speculative queries over a paged cache that is read in place.
+
+The query heads that share a key/value head are packed with the queries into the rows of one tile, so that every block of
+keys is read once for all of them. Softmax is online (Milakov and Gimelshein 2018), in fp32, by powers of two; a split of the
+keys over several programs leaves unnormalized sums that `merge_splits_kernel` adds up (flash decoding).
+"""
+
+import triton
+import triton.language as tl
+
+from w8a8_kernels.quantize.device import ROUND_MAGIC, chain_launches, round_to
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def find_sequence(start_ptr, n_sequences, i_tile, TILE_QUERIES: tl.constexpr):
+    """The sequence of tile i_tile, where sequence b's tiles begin at `start[b] // TILE_QUERIES + b`.
+
+    A sequence of n queries then has room for cdiv(n, TILE_QUERIES) tiles; the tiles between two sequences are empty.
+    """
+    low = 0
+    high = n_sequences
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(start_ptr + middle) // TILE_QUERIES + middle <= i_tile:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def adjust_scores(b_s, scale, softcap, b_slope, b_distance, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr):
+    """Soft cap and ALiBi of products b_s, times log2(e); without either b_s itself: its factor is left to `softmax_step`."""
+    if SOFTCAP:
+        # softcap * tanh(s / softcap)
+        b_s = softcap * (1 - 2 / (1 + tl.exp2(b_s * (scale * 2 * LOG2E / softcap))))
+    elif ALIBI:
+        b_s *= scale
+    if ALIBI:
+        b_s += b_slope[:, None] * b_distance
+    if SOFTCAP or ALIBI:
+        b_s *= LOG2E
+    return b_s
+
+
+@triton.jit
+def mask_scores(b_s, m_n, b_distance, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Minus infinity where a row does not see a key."""
+    m_s = m_n[None, :]
+    if CAUSAL:
+        m_s = m_s & (b_distance <= 0)
+    if WINDOW:
+        m_s = m_s & (b_distance > -window)
+    return tl.where(m_s, b_s, float("-inf"))
+
+
+@triton.jit
+def softmax_step(b_s, b_max, b_sum, factor, MASKED: tl.constexpr):
+    """Weights of scores b_s * factor, and the rows' maximum, sum, and what earlier sums are multiplied with.
+
+    The factor is part of one multiply-add with the maximum.
+    """
+    b_new = tl.maximum(b_max, tl.max(b_s, axis=1) * factor)
+    # A row that has seen no key yet has no maximum: its sums are 0, and stay so.
+    b_shift = tl.where(b_new == float("-inf"), 0.0, b_new) if MASKED else b_new
+    b_p = tl.exp2(b_s * factor - b_shift[:, None])
+    b_rescale = tl.exp2(b_max - b_shift)
+    return b_p, b_new, b_sum * b_rescale + tl.sum(b_p, axis=1), b_rescale
+
+
+@triton.jit
+def attend(
+    b_acc,
+    b_max,
+    b_sum,
+    b_q,
+    b_position,
+    b_slope,
+    first,
+    last,
+    n_keys,
+    k_ptr,
+    v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    table_ptr,
+    scale,
+    softcap,
+    window,
+    stride_kb,
+    stride_kt,
+    stride_vb,
+    stride_vt,
+    stride_vd,
+    stride_sb,
+    stride_st,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    INT8: tl.constexpr,
+    V_TRANSPOSED: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Adds keys [first, last) to the sums of the rows: b_acc [M, BLOCK_D], b_max, b_sum [M], all fp32.
+
+    `first` is a multiple of BLOCK_N. Scores are multiplied by log2(e), so b_max is too. Without MASKED all rows see all keys.
+    """
+    factor = 1.0 if SOFTCAP or ALIBI else scale * LOG2E
+    o_d = tl.arange(0, BLOCK_D)
+    first = tl.multiple_of(first, BLOCK_N)
+    for i_n in range(first, last, BLOCK_N):
+        o_n = i_n + tl.arange(0, BLOCK_N)
+        m_n = o_n < n_keys
+        if MASKED:
+            b_block = tl.load(table_ptr + o_n // BLOCK_SIZE, mask=m_n, other=0).to(tl.int64)
+        else:
+            b_block = tl.load(table_ptr + o_n // BLOCK_SIZE).to(tl.int64)
+        # Blocks are multiples of 16 tokens. That 16 of them lie side by side, Triton does not see.
+        b_block = tl.max_constancy(b_block, 16)
+        o_slot = tl.max_contiguous(tl.multiple_of(o_n % BLOCK_SIZE, 16), 16)
+        p_k = (k_ptr + b_block * stride_kb + o_slot * stride_kt)[:, None] + o_d[None, :]
+        if V_TRANSPOSED:
+            p_v = (v_ptr + b_block * stride_vb + o_slot)[None, :] + (o_d * stride_vd)[:, None]
+        else:
+            p_v = (v_ptr + b_block * stride_vb + o_slot * stride_vt)[:, None] + o_d[None, :]
+        if MASKED or D != BLOCK_D:
+            m_kv = (o_d < D)[None, :] & (m_n[:, None] if MASKED else tl.full((BLOCK_N, 1), True, tl.int1))
+            b_k = tl.load(p_k, mask=m_kv, other=0)
+            if V_TRANSPOSED:
+                # Whole groups of 16 tokens, whose bytes are loaded together: codes of none are finite, and their weight is 0.
+                m_kv = (o_d < D)[:, None] & (o_n // 16 * 16 < n_keys)[None, :]
+            b_v = tl.load(p_v, mask=m_kv, other=0)
+        else:
+            b_k = tl.load(p_k)
+            b_v = tl.load(p_v)
+
+        # Codes of int8 are exact in bf16 and fp16: their scales meet the scores and the weights instead.
+        if DOT:
+            b_s = tl.dot(b_q, tl.trans(b_k.to(b_q.dtype)), input_precision="ieee")
+        else:
+            b_s = tl.sum(b_q.to(tl.float32)[:, None, :] * b_k.to(tl.float32)[None, :, :], axis=2)
+        if INT8:
+            p_scale = b_block * stride_sb + o_slot * stride_st
+            b_s *= tl.load(k_scale_ptr + p_scale, mask=m_n, other=0.0)[None, :]
+            b_v_scale = tl.load(v_scale_ptr + p_scale, mask=m_n, other=0.0)
+        b_distance = o_n[None, :] - b_position[:, None]
+        b_s = adjust_scores(b_s, scale, softcap, b_slope, b_distance, SOFTCAP, ALIBI)
+        if MASKED:
+            b_s = mask_scores(b_s, m_n, b_distance, window, CAUSAL, WINDOW)
+        b_p, b_max, b_sum, b_rescale = softmax_step(b_s, b_max, b_sum, factor, MASKED)
+        b_acc *= b_rescale[:, None]
+        if INT8:
+            b_p *= b_v_scale[None, :]
+        if DOT:
+            b_v = b_v.to(b_q.dtype)
+            b_acc += tl.dot(b_p.to(b_q.dtype), tl.trans(b_v) if V_TRANSPOSED else b_v, input_precision="ieee")
+        elif V_TRANSPOSED:
+            b_acc += tl.sum(b_p[:, None, :] * b_v.to(tl.float32)[None, :, :], axis=2)
+        else:
+            b_acc += tl.sum(b_p[:, :, None] * b_v.to(tl.float32)[None, :, :], axis=1)
+    return b_acc, b_max, b_sum
+
+
+@triton.jit
+def unit_of(b_amax):
+    """What an int8 code is worth where the greatest magnitude is b_amax, fp32."""
+    return tl.where(b_amax == 0.0, 1.0, b_amax / 127.0)
+
+
+@triton.jit
+def split(b_x, b_unit):
+    """b_x fp32 [rows, columns] in units of b_unit [rows], rounded, and what that leaves, in 254ths of one: int32 codes.
+
+    Together 16 bits. As rows of their own they cost nothing: an instruction takes 16 rows, decoding has fewer.
+    """
+    b_x = b_x * (1.0 / b_unit)[:, None]
+    b_high = b_x + ROUND_MAGIC
+    b_low = (b_x - (b_high - ROUND_MAGIC)) * 254.0 + ROUND_MAGIC
+    return b_high.to(tl.int32, bitcast=True), b_low.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def join_products(b_product, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """fp32 [ROWS, COLUMNS] of products int32 [2 * ROWS, COLUMNS]: all rows of the units of `split`, then of the rest."""
+    b_half = tl.reshape(b_product.to(tl.float32), (2, ROWS, COLUMNS))
+    b_weight = tl.where(tl.arange(0, 2) == 0, 1.0, 1.0 / 254.0)
+    return tl.sum(b_half * b_weight[:, None, None], axis=0)
+
+
+@triton.jit
+def attend_int8(
+    b_acc,
+    b_max,
+    b_sum,
+    b_q,
+    b_q_unit,
+    b_position,
+    b_slope,
+    first,
+    last,
+    n_keys,
+    k_ptr,
+    v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    table_ptr,
+    scale,
+    softcap,
+    window,
+    stride_kb,
+    stride_kt,
+    stride_vb,
+    stride_vd,
+    stride_sb,
+    stride_st,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+):
+    """`attend` with int8 products of queries and of weights in 16 bits (`split`): no code is converted.
+
+    b_q int8 [2 * BLOCK_M, BLOCK_D], b_q_unit [BLOCK_M]. The value cache has its 1 between tokens.
+    """
+    factor = 1.0 if SOFTCAP or ALIBI else scale * LOG2E
+    o_d = tl.arange(0, BLOCK_D)
+    first = tl.multiple_of(first, BLOCK_N)
+    for i_n in range(first, last, BLOCK_N):
+        o_n = i_n + tl.arange(0, BLOCK_N)
+        m_n = o_n < n_keys
+        if MASKED:
+            b_block = tl.load(table_ptr + o_n // BLOCK_SIZE, mask=m_n, other=0).to(tl.int64)
+        else:
+            b_block = tl.load(table_ptr + o_n // BLOCK_SIZE).to(tl.int64)
+        b_block = tl.max_constancy(b_block, 16)
+        o_slot = tl.max_contiguous(tl.multiple_of(o_n % BLOCK_SIZE, 16), 16)
+        p_k = (k_ptr + b_block * stride_kb + o_slot * stride_kt)[:, None] + o_d[None, :]
+        p_v = (v_ptr + b_block * stride_vb + o_slot)[None, :] + (o_d * stride_vd)[:, None]
+        p_scale = b_block * stride_sb + o_slot * stride_st
+        # Groups of 16 tokens are loaded together: codes beyond the sequence's end are finite, and their weight is 0.
+        if D != BLOCK_D:
+            b_k = tl.load(p_k, mask=(o_d < D)[None, :], other=0)
+            b_v = tl.load(p_v, mask=(o_d < D)[:, None], other=0)
+        else:
+            b_k = tl.load(p_k)
+            b_v = tl.load(p_v)
+        if MASKED:
+            b_k_scale = tl.load(k_scale_ptr + p_scale, mask=m_n, other=0.0)
+            b_v_scale = tl.load(v_scale_ptr + p_scale, mask=m_n, other=0.0)
+        else:
+            b_k_scale = tl.load(k_scale_ptr + p_scale)
+            b_v_scale = tl.load(v_scale_ptr + p_scale)
+
+        b_s = join_products(tl.dot(b_q, tl.trans(b_k), out_dtype=tl.int32), BLOCK_M, BLOCK_N)
+        b_s = b_s * b_q_unit[:, None] * b_k_scale[None, :]
+        b_distance = o_n[None, :] - b_position[:, None]
+        b_s = adjust_scores(b_s, scale, softcap, b_slope, b_distance, SOFTCAP, ALIBI)
+        if MASKED:
+            b_s = mask_scores(b_s, m_n, b_distance, window, CAUSAL, WINDOW)
+        b_p, b_max, b_sum, b_rescale = softmax_step(b_s, b_max, b_sum, factor, MASKED)
+        b_p *= b_v_scale[None, :]
+        b_unit = unit_of(tl.max(b_p, axis=1))
+        b_high, b_low = split(b_p, b_unit)
+        b_codes = tl.permute(tl.join(b_high.to(tl.int8), b_low.to(tl.int8)), (2, 0, 1))
+        b_codes = tl.reshape(b_codes, (2 * BLOCK_M, BLOCK_N))
+        b_o = join_products(tl.dot(b_codes, tl.trans(b_v), out_dtype=tl.int32), BLOCK_M, BLOCK_D)
+        b_acc = b_acc * b_rescale[:, None] + b_o * b_unit[:, None]
+    return b_acc, b_max, b_sum
+
+
+@triton.jit(do_not_specialize=["n_sequences", "n_tokens", "window"])
+def paged_attention_kernel(
+    out_ptr,
+    part_ptr,
+    part_max_ptr,
+    part_sum_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    table_ptr,
+    lens_ptr,
+    start_ptr,
+    sinks_ptr,
+    slopes_ptr,
+    n_sequences,
+    n_tokens,
+    scale,
+    softcap,
+    window,
+    stride_ot,
+    stride_oh,
+    stride_qt,
+    stride_qh,
+    stride_kb,
+    stride_kt,
+    stride_kh,
+    stride_vb,
+    stride_vt,
+    stride_vh,
+    stride_vd,
+    stride_sb,
+    stride_st,
+    stride_sh,
+    stride_tb,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ONE_TILE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    SINKS: tl.constexpr,
+    INT8: tl.constexpr,
+    V_TRANSPOSED: tl.constexpr,
+    DOT: tl.constexpr,
+    INT8_DOT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One tile of BLOCK_M // BLOCK_G queries of one sequence, for the GROUP query heads of one key/value head.
+
+    Row r of the tile is query r // BLOCK_G, head r % BLOCK_G. ONE_TILE: tile b is all of sequence b's queries. With SPLITS,
+    program_id(2) takes a part of the keys and writes its sums: part fp32 [SPLITS, n_tokens, HEADS, D], part_max and
+    part_sum fp32 [SPLITS, n_tokens, HEADS]; one without keys writes no sums but part_sum, 0.
+    PDL: programmatic dependent launch, see `chain_launches`.
+    """
+    if PDL:
+        chain_launches()
+    TILE_QUERIES: tl.constexpr = BLOCK_M // BLOCK_G
+    # From the last tile, which has the most keys to see: what starts last should be short.
+    i_tile = tl.program_id(0) if ONE_TILE else tl.num_programs(0) - 1 - tl.program_id(0)
+    i_kv = tl.program_id(1)
+    i_split = tl.program_id(2)
+    if ONE_TILE:
+        i_b = i_tile
+        first_query = 0
+    else:
+        i_b = find_sequence(start_ptr, n_sequences, i_tile, TILE_QUERIES)
+        first_query = (i_tile - tl.load(start_ptr + i_b) // TILE_QUERIES - i_b) * TILE_QUERIES
+    start = tl.load(start_ptr + i_b)
+    n_queries = tl.load(start_ptr + i_b + 1) - start
+    n_keys = tl.load(lens_ptr + i_b)
+    if first_query >= n_queries:
+        return
+
+    o_row = tl.arange(0, BLOCK_M)
+    o_query = first_query + o_row // BLOCK_G
+    o_group = o_row % BLOCK_G
+    o_head = i_kv * GROUP + o_group
+    m_row = (o_query < n_queries) & (o_group < GROUP)
+    o_token = (start + o_query).to(tl.int64)
+    o_d = tl.arange(0, BLOCK_D)
+    m_qd = m_row[:, None] & (o_d < D)[None, :]
+    b_q = tl.load(q_ptr + (o_token * stride_qt + o_head * stride_qh)[:, None] + o_d[None, :], mask=m_qd, other=0.0)
+    b_position = n_keys - n_queries + o_query
+    b_slope = tl.zeros((BLOCK_M,), tl.float32)
+    if ALIBI:
+        b_slope = tl.load(slopes_ptr + o_head, mask=m_row, other=0.0).to(tl.float32)
+
+    # Keys that any row of the tile sees, and those that all of them see.
+    first_position = n_keys - n_queries + first_query
+    last_position = n_keys - n_queries + tl.minimum(first_query + TILE_QUERIES, n_queries) - 1
+    first = 0
+    last = n_keys
+    first_full = 0
+    last_full = n_keys
+    if CAUSAL:
+        last = tl.minimum(last, last_position + 1)
+        last_full = tl.minimum(last_full, first_position + 1)
+    if WINDOW:
+        first = tl.maximum(first, first_position - window + 1)
+        first_full = tl.maximum(first_full, last_position - window + 1)
+    first = first // BLOCK_N * BLOCK_N
+    if SPLITS > 1:
+        per_split = tl.cdiv(tl.cdiv(tl.maximum(last - first, 0), BLOCK_N), SPLITS) * BLOCK_N
+        first = first + i_split * per_split
+        last = tl.minimum(last, first + per_split)
+        if first >= last and i_split > 0:
+            o_part = (i_split * n_tokens + o_token) * HEADS + o_head
+            tl.store(part_sum_ptr + o_part, tl.zeros((BLOCK_M,), tl.float32), mask=m_row)
+            return
+    # Whole blocks between the two; blocks before and after them need a mask.
+    first_full = tl.minimum(tl.maximum(tl.cdiv(first_full, BLOCK_N) * BLOCK_N, first), tl.maximum(last, first))
+    last_full = tl.maximum(tl.minimum(last_full, last) // BLOCK_N * BLOCK_N, first_full)
+
+    b_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    b_sum = tl.zeros((BLOCK_M,), tl.float32)
+    b_acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    if SINKS:
+        # In the first split only, where there are several.
+        b_sink = tl.load(sinks_ptr + o_head, mask=m_row, other=0.0).to(tl.float32) * LOG2E
+        b_max = tl.where(i_split == 0, b_sink, b_max)
+        b_sum = tl.where(i_split == 0, 1.0, b_sum)
+
+    k_ptr += i_kv.to(tl.int64) * stride_kh
+    v_ptr += i_kv.to(tl.int64) * stride_vh
+    k_scale_ptr += i_kv.to(tl.int64) * stride_sh
+    v_scale_ptr += i_kv.to(tl.int64) * stride_sh
+    table_ptr += i_b.to(tl.int64) * stride_tb
+    b_q_unit = b_slope
+    if INT8_DOT:
+        b_q_unit = unit_of(tl.max(tl.abs(b_q.to(tl.float32)), axis=1))
+        # Each row a second time, from memory: brought together in registers, the halves come in an order that makes reading
+        # them back a matter of single bytes.
+        o_twice = tl.arange(0, 2 * BLOCK_M)
+        p_q = o_twice % BLOCK_M
+        m_q = (first_query + p_q // BLOCK_G < n_queries) & (p_q % BLOCK_G < GROUP)
+        p_q = (start + first_query + p_q // BLOCK_G).to(tl.int64) * stride_qt + (i_kv * GROUP + p_q % BLOCK_G) * stride_qh
+        m_q = m_q[:, None] & (o_d < D)[None, :]
+        b_q = tl.load(q_ptr + p_q[:, None] + o_d[None, :], mask=m_q, other=0.0).to(tl.float32)
+        b_high, b_low = split(b_q, unit_of(tl.max(tl.abs(b_q), axis=1)))
+        b_q = tl.where((o_twice < BLOCK_M)[:, None], b_high, b_low).to(tl.int8)
+    for part in tl.static_range(3):
+        if part != 0 or WINDOW:
+            begin = first if part == 0 else (first_full if part == 1 else last_full)
+            end = first_full if part == 0 else (last_full if part == 1 else last)
+            if INT8_DOT:
+                b_acc, b_max, b_sum = attend_int8(
+                    b_acc, b_max, b_sum, b_q, b_q_unit, b_position, b_slope, begin, end, n_keys, k_ptr, v_ptr, k_scale_ptr,
+                    v_scale_ptr, table_ptr, scale, softcap, window, stride_kb, stride_kt, stride_vb, stride_vd, stride_sb,
+                    stride_st, D=D, BLOCK_M=BLOCK_M, BLOCK_D=BLOCK_D, BLOCK_N=BLOCK_N, BLOCK_SIZE=BLOCK_SIZE,
+                    MASKED=part != 1, CAUSAL=CAUSAL, WINDOW=WINDOW, SOFTCAP=SOFTCAP, ALIBI=ALIBI,
+                )  # fmt: skip
+            else:
+                b_acc, b_max, b_sum = attend(
+                    b_acc, b_max, b_sum, b_q, b_position, b_slope, begin, end, n_keys, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
+                    table_ptr, scale, softcap, window, stride_kb, stride_kt, stride_vb, stride_vt, stride_vd, stride_sb,
+                    stride_st, D=D, BLOCK_D=BLOCK_D, BLOCK_N=BLOCK_N, BLOCK_SIZE=BLOCK_SIZE, MASKED=part != 1, CAUSAL=CAUSAL,
+                    WINDOW=WINDOW, SOFTCAP=SOFTCAP, ALIBI=ALIBI, INT8=INT8, V_TRANSPOSED=V_TRANSPOSED, DOT=DOT,
+                )  # fmt: skip
+
+    if SPLITS > 1:
+        o_part = (i_split * n_tokens + o_token) * HEADS + o_head
+        tl.store(part_max_ptr + o_part, b_max, mask=m_row)
+        tl.store(part_sum_ptr + o_part, b_sum, mask=m_row)
+        tl.store(part_ptr + o_part[:, None] * D + o_d[None, :], b_acc, mask=m_qd)
+    else:
+        b_out = b_acc / tl.where(b_sum == 0, 1.0, b_sum)[:, None]
+        p_out = out_ptr + (o_token * stride_ot + o_head * stride_oh)[:, None] + o_d[None, :]
+        tl.store(p_out, round_to(b_out, out_ptr.dtype.element_ty), mask=m_qd)
+
+
+@triton.jit(do_not_specialize=["n_tokens"])
+def merge_splits_kernel(
+    out_ptr,
+    part_ptr,
+    part_max_ptr,
+    part_sum_ptr,
+    n_tokens,
+    stride_ot,
+    stride_oh,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out [n_tokens, HEADS, D] of the parts that `paged_attention_kernel` has left, one row a program."""
+    if PDL:
+        chain_launches()
+    o_token = tl.program_id(0).to(tl.int64)
+    i_head = tl.program_id(1)
+    o_split = tl.arange(0, SPLITS)
+    o_d = tl.arange(0, BLOCK_D)
+    o_part = (o_split * n_tokens + o_token) * HEADS + i_head
+    b_sum = tl.load(part_sum_ptr + o_part)
+    # A split without keys has left nothing else.
+    b_max = tl.load(part_max_ptr + o_part, mask=b_sum > 0, other=float("-inf"))
+    m_part = (b_sum > 0)[:, None] & (o_d < D)[None, :]
+    b_acc = tl.load(part_ptr + o_part[:, None] * D + o_d[None, :], mask=m_part, other=0.0)
+    most = tl.max(b_max, axis=0)
+    b_weight = tl.exp2(b_max - tl.where(most == float("-inf"), 0.0, most))
+    total = tl.sum(b_sum * b_weight, axis=0)
+    b_out = tl.sum(b_acc * b_weight[:, None], axis=0) / tl.where(total == 0, 1.0, total)
+    p_out = out_ptr + o_token * stride_ot + i_head * stride_oh + o_d
+    tl.store(p_out, round_to(b_out, out_ptr.dtype.element_ty), mask=o_d < D)
