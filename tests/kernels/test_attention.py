@@ -167,7 +167,7 @@ def test_int8_products(device, lens, group, splits):
 @pytest.mark.parametrize("option", [{"softcap": 2.0}, {"window": 17}, {"causal": False}])
 def test_int8_products_of_scores(device, option):
     lens = [(1, 50), (2, 33)]
-    tile = AttentionTile(8, 16, num_warps=4, num_stages=2, int8_dot=True)
+    tile = AttentionTile(8, 32, num_warps=4, num_stages=2, int8_dot=True)
     check(inputs(device, lens, int8=True), lens, tolerance=1e-4, tile=tile, splits=2, **option)
 
 

@@ -31,6 +31,26 @@ def find_sequence(start_ptr, n_sequences, i_tile, TILE_QUERIES: tl.constexpr):
 
 
 @triton.jit
+def find_slots(table_ptr, i_n, n_keys, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, MASKED: tl.constexpr):
+    """Keys i_n to i_n + BLOCK_N, their blocks int64 and places there, and which there are; i_n is a multiple of BLOCK_N."""
+    o_i = tl.arange(0, BLOCK_N)
+    o_n = i_n + o_i
+    m_n = o_n < n_keys
+    if BLOCK_N % BLOCK_SIZE == 0:
+        # The same in every step: address arithmetic that the loop is spared.
+        o_slot = o_i % BLOCK_SIZE
+        p_table = table_ptr + i_n // BLOCK_SIZE + o_i // BLOCK_SIZE
+    else:
+        o_slot = o_n % BLOCK_SIZE
+        p_table = table_ptr + o_n // BLOCK_SIZE
+    b_block = tl.load(p_table, mask=m_n, other=0) if MASKED else tl.load(p_table)
+    # Blocks are multiples of 16 tokens. That 16 of them lie side by side, Triton does not see.
+    TOGETHER: tl.constexpr = 16 if BLOCK_N > 16 else BLOCK_N
+    b_block = tl.max_constancy(b_block.to(tl.int64), TOGETHER)
+    return o_n, b_block, tl.max_contiguous(tl.multiple_of(o_slot, TOGETHER), TOGETHER), m_n
+
+
+@triton.jit
 def adjust_scores(b_s, scale, softcap, b_slope, b_distance, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr):
     """Soft cap and ALiBi of products b_s, times log2(e); without either b_s itself: its factor is left to `softmax_step`."""
     if SOFTCAP:
@@ -57,15 +77,15 @@ def mask_scores(b_s, m_n, b_distance, window, CAUSAL: tl.constexpr, WINDOW: tl.c
 
 
 @triton.jit
-def softmax_step(b_s, b_max, b_sum, factor, MASKED: tl.constexpr):
-    """Weights of scores b_s * factor, and the rows' maximum, sum, and what earlier sums are multiplied with.
+def softmax_step(b_s, b_max, b_sum, b_factor, MASKED: tl.constexpr):
+    """Weights of scores b_s * b_factor [M], and the rows' maximum, sum, and what earlier sums are multiplied with.
 
     The factor is part of one multiply-add with the maximum.
     """
-    b_new = tl.maximum(b_max, tl.max(b_s, axis=1) * factor)
+    b_new = tl.maximum(b_max, tl.max(b_s, axis=1) * b_factor)
     # A row that has seen no key yet has no maximum: its sums are 0, and stay so.
     b_shift = tl.where(b_new == float("-inf"), 0.0, b_new) if MASKED else b_new
-    b_p = tl.exp2(b_s * factor - b_shift[:, None])
+    b_p = tl.exp2(b_s * b_factor[:, None] - b_shift[:, None])
     b_rescale = tl.exp2(b_max - b_shift)
     return b_p, b_new, b_sum * b_rescale + tl.sum(b_p, axis=1), b_rescale
 
@@ -90,12 +110,12 @@ def attend(
     softcap,
     window,
     stride_kb,
-    stride_kt,
     stride_vb,
-    stride_vt,
-    stride_vd,
     stride_sb,
     stride_st,
+    STRIDE_KT: tl.constexpr,
+    STRIDE_VT: tl.constexpr,
+    STRIDE_VD: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -113,24 +133,16 @@ def attend(
 
     `first` is a multiple of BLOCK_N. Scores are multiplied by log2(e), so b_max is too. Without MASKED all rows see all keys.
     """
-    factor = 1.0 if SOFTCAP or ALIBI else scale * LOG2E
+    b_factor = tl.full(b_max.shape, 1.0 if SOFTCAP or ALIBI else scale * LOG2E, tl.float32)
     o_d = tl.arange(0, BLOCK_D)
     first = tl.multiple_of(first, BLOCK_N)
     for i_n in range(first, last, BLOCK_N):
-        o_n = i_n + tl.arange(0, BLOCK_N)
-        m_n = o_n < n_keys
-        if MASKED:
-            b_block = tl.load(table_ptr + o_n // BLOCK_SIZE, mask=m_n, other=0).to(tl.int64)
-        else:
-            b_block = tl.load(table_ptr + o_n // BLOCK_SIZE).to(tl.int64)
-        # Blocks are multiples of 16 tokens. That 16 of them lie side by side, Triton does not see.
-        b_block = tl.max_constancy(b_block, 16)
-        o_slot = tl.max_contiguous(tl.multiple_of(o_n % BLOCK_SIZE, 16), 16)
-        p_k = (k_ptr + b_block * stride_kb + o_slot * stride_kt)[:, None] + o_d[None, :]
+        o_n, b_block, o_slot, m_n = find_slots(table_ptr, i_n, n_keys, BLOCK_N, BLOCK_SIZE, MASKED)
+        p_k = (k_ptr + b_block * stride_kb + o_slot * STRIDE_KT)[:, None] + o_d[None, :]
         if V_TRANSPOSED:
-            p_v = (v_ptr + b_block * stride_vb + o_slot)[None, :] + (o_d * stride_vd)[:, None]
+            p_v = (v_ptr + b_block * stride_vb + o_slot)[None, :] + (o_d * STRIDE_VD)[:, None]
         else:
-            p_v = (v_ptr + b_block * stride_vb + o_slot * stride_vt)[:, None] + o_d[None, :]
+            p_v = (v_ptr + b_block * stride_vb + o_slot * STRIDE_VT)[:, None] + o_d[None, :]
         if MASKED or D != BLOCK_D:
             m_kv = (o_d < D)[None, :] & (m_n[:, None] if MASKED else tl.full((BLOCK_N, 1), True, tl.int1))
             b_k = tl.load(p_k, mask=m_kv, other=0)
@@ -155,7 +167,7 @@ def attend(
         b_s = adjust_scores(b_s, scale, softcap, b_slope, b_distance, SOFTCAP, ALIBI)
         if MASKED:
             b_s = mask_scores(b_s, m_n, b_distance, window, CAUSAL, WINDOW)
-        b_p, b_max, b_sum, b_rescale = softmax_step(b_s, b_max, b_sum, factor, MASKED)
+        b_p, b_max, b_sum, b_rescale = softmax_step(b_s, b_max, b_sum, b_factor, MASKED)
         b_acc *= b_rescale[:, None]
         if INT8:
             b_p *= b_v_scale[None, :]
@@ -189,10 +201,10 @@ def split(b_x, b_unit):
 
 @triton.jit
 def join_products(b_product, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """fp32 [ROWS, COLUMNS] of products int32 [2 * ROWS, COLUMNS]: all rows of the units of `split`, then of the rest."""
-    b_half = tl.reshape(b_product.to(tl.float32), (2, ROWS, COLUMNS))
-    b_weight = tl.where(tl.arange(0, 2) == 0, 1.0, 1.0 / 254.0)
-    return tl.sum(b_half * b_weight[:, None, None], axis=0)
+    """fp32 [ROWS, COLUMNS], in 254ths, of int32 [2 * ROWS, COLUMNS]: products of all units of `split`, then of the rest."""
+    b_half = tl.reshape(b_product, (2, ROWS, COLUMNS)) * tl.where(tl.arange(0, 2) == 0, 254, 1)[:, None, None]
+    # 127 * 127 * 254 * 512, for as many products, is below 2^31.
+    return tl.sum(b_half, axis=0).to(tl.float32)
 
 
 @triton.jit
@@ -216,11 +228,11 @@ def attend_int8(
     softcap,
     window,
     stride_kb,
-    stride_kt,
     stride_vb,
-    stride_vd,
     stride_sb,
     stride_st,
+    STRIDE_KT: tl.constexpr,
+    STRIDE_VD: tl.constexpr,
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -234,22 +246,18 @@ def attend_int8(
 ):
     """`attend` with int8 products of queries and of weights in 16 bits (`split`): no code is converted.
 
-    b_q int8 [2 * BLOCK_M, BLOCK_D], b_q_unit [BLOCK_M]. The value cache has its 1 between tokens.
+    b_q int8 [2 * BLOCK_M, BLOCK_D], b_q_unit [BLOCK_M]: what one of the lower half is worth. The value cache has its 1 between
+    tokens.
     """
-    factor = 1.0 if SOFTCAP or ALIBI else scale * LOG2E
+    b_factor = tl.full(b_max.shape, 1.0 if SOFTCAP or ALIBI else scale * LOG2E, tl.float32)
+    if not (SOFTCAP or ALIBI):
+        b_factor *= b_q_unit
     o_d = tl.arange(0, BLOCK_D)
     first = tl.multiple_of(first, BLOCK_N)
     for i_n in range(first, last, BLOCK_N):
-        o_n = i_n + tl.arange(0, BLOCK_N)
-        m_n = o_n < n_keys
-        if MASKED:
-            b_block = tl.load(table_ptr + o_n // BLOCK_SIZE, mask=m_n, other=0).to(tl.int64)
-        else:
-            b_block = tl.load(table_ptr + o_n // BLOCK_SIZE).to(tl.int64)
-        b_block = tl.max_constancy(b_block, 16)
-        o_slot = tl.max_contiguous(tl.multiple_of(o_n % BLOCK_SIZE, 16), 16)
-        p_k = (k_ptr + b_block * stride_kb + o_slot * stride_kt)[:, None] + o_d[None, :]
-        p_v = (v_ptr + b_block * stride_vb + o_slot)[None, :] + (o_d * stride_vd)[:, None]
+        o_n, b_block, o_slot, m_n = find_slots(table_ptr, i_n, n_keys, BLOCK_N, BLOCK_SIZE, MASKED)
+        p_k = (k_ptr + b_block * stride_kb + o_slot * STRIDE_KT)[:, None] + o_d[None, :]
+        p_v = (v_ptr + b_block * stride_vb + o_slot)[None, :] + (o_d * STRIDE_VD)[:, None]
         p_scale = b_block * stride_sb + o_slot * stride_st
         # Groups of 16 tokens are loaded together: codes beyond the sequence's end are finite, and their weight is 0.
         if D != BLOCK_D:
@@ -266,19 +274,21 @@ def attend_int8(
             b_v_scale = tl.load(v_scale_ptr + p_scale)
 
         b_s = join_products(tl.dot(b_q, tl.trans(b_k), out_dtype=tl.int32), BLOCK_M, BLOCK_N)
-        b_s = b_s * b_q_unit[:, None] * b_k_scale[None, :]
+        b_s *= b_k_scale[None, :]
+        if SOFTCAP or ALIBI:
+            b_s *= b_q_unit[:, None]
         b_distance = o_n[None, :] - b_position[:, None]
         b_s = adjust_scores(b_s, scale, softcap, b_slope, b_distance, SOFTCAP, ALIBI)
         if MASKED:
             b_s = mask_scores(b_s, m_n, b_distance, window, CAUSAL, WINDOW)
-        b_p, b_max, b_sum, b_rescale = softmax_step(b_s, b_max, b_sum, factor, MASKED)
+        b_p, b_max, b_sum, b_rescale = softmax_step(b_s, b_max, b_sum, b_factor, MASKED)
         b_p *= b_v_scale[None, :]
         b_unit = unit_of(tl.max(b_p, axis=1))
         b_high, b_low = split(b_p, b_unit)
         b_codes = tl.permute(tl.join(b_high.to(tl.int8), b_low.to(tl.int8)), (2, 0, 1))
         b_codes = tl.reshape(b_codes, (2 * BLOCK_M, BLOCK_N))
         b_o = join_products(tl.dot(b_codes, tl.trans(b_v), out_dtype=tl.int32), BLOCK_M, BLOCK_D)
-        b_acc = b_acc * b_rescale[:, None] + b_o * b_unit[:, None]
+        b_acc = b_acc * b_rescale[:, None] + b_o * (b_unit * (1.0 / 254.0))[:, None]
     return b_acc, b_max, b_sum
 
 
@@ -308,16 +318,16 @@ def paged_attention_kernel(
     stride_qt,
     stride_qh,
     stride_kb,
-    stride_kt,
     stride_kh,
     stride_vb,
-    stride_vt,
     stride_vh,
-    stride_vd,
     stride_sb,
     stride_st,
     stride_sh,
     stride_tb,
+    STRIDE_KT: tl.constexpr,
+    STRIDE_VT: tl.constexpr,
+    STRIDE_VD: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -421,7 +431,7 @@ def paged_attention_kernel(
     table_ptr += i_b.to(tl.int64) * stride_tb
     b_q_unit = b_slope
     if INT8_DOT:
-        b_q_unit = unit_of(tl.max(tl.abs(b_q.to(tl.float32)), axis=1))
+        b_q_unit = unit_of(tl.max(tl.abs(b_q.to(tl.float32)), axis=1)) * (1.0 / 254.0)
         # Each row a second time, from memory: brought together in registers, the halves come in an order that makes reading
         # them back a matter of single bytes.
         o_twice = tl.arange(0, 2 * BLOCK_M)
@@ -439,16 +449,17 @@ def paged_attention_kernel(
             if INT8_DOT:
                 b_acc, b_max, b_sum = attend_int8(
                     b_acc, b_max, b_sum, b_q, b_q_unit, b_position, b_slope, begin, end, n_keys, k_ptr, v_ptr, k_scale_ptr,
-                    v_scale_ptr, table_ptr, scale, softcap, window, stride_kb, stride_kt, stride_vb, stride_vd, stride_sb,
-                    stride_st, D=D, BLOCK_M=BLOCK_M, BLOCK_D=BLOCK_D, BLOCK_N=BLOCK_N, BLOCK_SIZE=BLOCK_SIZE,
-                    MASKED=part != 1, CAUSAL=CAUSAL, WINDOW=WINDOW, SOFTCAP=SOFTCAP, ALIBI=ALIBI,
+                    v_scale_ptr, table_ptr, scale, softcap, window, stride_kb, stride_vb, stride_sb, stride_st,
+                    STRIDE_KT=STRIDE_KT, STRIDE_VD=STRIDE_VD, D=D, BLOCK_M=BLOCK_M, BLOCK_D=BLOCK_D, BLOCK_N=BLOCK_N,
+                    BLOCK_SIZE=BLOCK_SIZE, MASKED=part != 1, CAUSAL=CAUSAL, WINDOW=WINDOW, SOFTCAP=SOFTCAP, ALIBI=ALIBI,
                 )  # fmt: skip
             else:
                 b_acc, b_max, b_sum = attend(
                     b_acc, b_max, b_sum, b_q, b_position, b_slope, begin, end, n_keys, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
-                    table_ptr, scale, softcap, window, stride_kb, stride_kt, stride_vb, stride_vt, stride_vd, stride_sb,
-                    stride_st, D=D, BLOCK_D=BLOCK_D, BLOCK_N=BLOCK_N, BLOCK_SIZE=BLOCK_SIZE, MASKED=part != 1, CAUSAL=CAUSAL,
-                    WINDOW=WINDOW, SOFTCAP=SOFTCAP, ALIBI=ALIBI, INT8=INT8, V_TRANSPOSED=V_TRANSPOSED, DOT=DOT,
+                    table_ptr, scale, softcap, window, stride_kb, stride_vb, stride_sb, stride_st, STRIDE_KT=STRIDE_KT,
+                    STRIDE_VT=STRIDE_VT, STRIDE_VD=STRIDE_VD, D=D, BLOCK_D=BLOCK_D, BLOCK_N=BLOCK_N, BLOCK_SIZE=BLOCK_SIZE,
+                    MASKED=part != 1, CAUSAL=CAUSAL, WINDOW=WINDOW, SOFTCAP=SOFTCAP, ALIBI=ALIBI, INT8=INT8,
+                    V_TRANSPOSED=V_TRANSPOSED, DOT=DOT,
                 )  # fmt: skip
 
     if SPLITS > 1:
