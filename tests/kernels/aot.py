@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -34,7 +35,8 @@ WORKERS = 2
 class Case:
     """One call of an op: `scaled_mm` on [M, K] and [N, K], or a quantizer that writes codes [M, K].
 
-    Or `int8_experts` on [M, K], with N intermediate columns, on one of two ranks.
+    Or `int8_experts` on [M, K], with N intermediate columns, on one of two ranks. Or `paged_attention` of up to M queries and
+    N query heads to a key/value head, or `write_cache` of M tokens, with heads of K.
     """
 
     target: int
@@ -48,6 +50,8 @@ class Case:
     hadamard: int = 0  # size of a quantizer's blocks
     experts: int = 0  # that one rank holds
     top_k: int = 0
+    int8: bool = False  # the cache
+    keys: int = 0  # most of a sequence
     gpu: str = ""  # whose measured tiles are taken; empty: none's
     triton: str = ""  # folder of the Triton that compiles; empty: the one that is installed
 
@@ -59,6 +63,8 @@ class Case:
             if f
         )
         flags += f"-{self.top_k}of{self.experts}" if self.experts else ""
+        flags += f"-{self.keys}keys" if self.keys else ""
+        flags += "-int8" if self.int8 else ""
         return f"sm{self.target}-{self.op}-{shape}-{flags}" + (f"-{Path(self.triton).name}" if self.triton else "")
 
 
@@ -220,8 +226,46 @@ def _call(case: Case) -> None:
             w13_bias=tensor(E, 2 * N) if case.bias else None,
             w2_bias=tensor(E, K) if case.bias else None,
         )
+    elif case.op in ("paged_attention", "write_cache"):
+        _call_attention(case, tensor)
     else:
         raise ValueError(f"no such op: {case.op}")
+
+
+def _call_attention(case: Case, tensor: Callable) -> None:
+    """As an engine does, with 8 key/value heads, for one sequence or, with 4,096 keys, for 128."""
+    import torch
+
+    from w8a8_kernels.attention import int8_cache_views, page_bytes, paged_attention, write_cache
+
+    kv_heads, block, D, int32 = 8, 16, case.K, torch.int32
+    if case.int8:
+        pages = tensor(64, page_bytes(block, kv_heads, D), dtype=torch.int8)
+        key_cache, value_cache, *scales = int8_cache_views(pages, block, kv_heads, D)
+    else:
+        key_cache, value_cache = tensor(64, 2, block, kv_heads, D).unbind(1)
+        scales = [None, None]
+    if case.op == "write_cache":
+        key, value = tensor(case.M, 48 * D)[:, -2 * kv_heads * D :].view(case.M, 2, kv_heads, D).unbind(1)
+        write_cache(key, value, key_cache, value_cache, tensor(case.M, dtype=torch.int64), *scales)
+        return
+    n = 128 if case.keys == 4096 else 1
+    paged_attention(
+        tensor(n * case.M, case.N * kv_heads, D),
+        key_cache,
+        value_cache,
+        tensor(n, 1024, dtype=int32),
+        tensor(n, dtype=int32),
+        tensor(n + 1, dtype=int32),
+        D**-0.5,
+        most_queries=case.M,
+        most_keys=case.keys,
+        window=1024 if D == 256 else None,
+        softcap=50.0 if D == 256 else 0.0,
+        sinks=tensor(case.N * kv_heads) if D == 64 else None,
+        key_scale=scales[0],
+        value_scale=scales[1],
+    )
 
 
 def _compile_here(cases: list[Case]) -> list[Result]:

@@ -30,6 +30,10 @@ OTHER_TRITONS = sorted(map(str, Path(sys.prefix).glob("triton-*")))
 # With those: 7.0 takes the paths of 7.5, 8.6 and 8.9 those of 12.0, and their shared memory.
 OTHER_TRITONS_TARGETS = (75, 80, 90, 100, 120)
 
+# 7.0 takes the paths of 7.5, 8.0 those of 8.6 with more shared memory.
+ATTENTION_TARGETS = (75, 86, 90, 100, 120)
+OTHER_TRITONS_ATTENTION = (90, 120)
+
 FP32_ROWS = ((32768, 0), (4096, 64))  # K and Hadamard block
 
 QUANTIZERS = ("quantize", "rms_norm_quantize", "add_rms_norm_quantize", "silu_mul_quantize")
@@ -64,7 +68,25 @@ def bounding_cases() -> list[Case]:
     cases += [Case(target, "scaled_mm", M, 4096, 4096, kernel="dp4a") for target in (90, 120) for M in (1, 4096)]
     # Blocks loaded by the tensor memory accelerator: every tile of the rule.
     cases += [Case(90, "scaled_mm", M, K, N) for M, N, K in ((128, 1024, 1024), (128, 6144, 4096), (128, 24576, 4096))]
-    return cases + expert_cases(BOUNDING_TARGETS) + shipped_cases()
+    return cases + attention_cases(ATTENTION_TARGETS) + expert_cases(BOUNDING_TARGETS) + shipped_cases()
+
+
+def attention_cases(targets: tuple[int, ...]) -> list[Case]:
+    """Every tile of the rule at the head sizes that bound it: decoding by few and many, 16 and 64 rows, prefill."""
+    shapes = [(1, 4, 128, 4096), (1, 4, 128, 8192), (1, 16, 128, 8192), (2048, 4, 128, 8192), (1, 4, 256, 8192)]
+    shapes += [(2048, 4, 256, 8192), (1, 8, 512, 8192), (2048, 8, 512, 8192)]
+    cases = []
+    for target in targets:
+        dtype = "bfloat16" if target >= 80 else "float16"
+        cases += [
+            Case(target, "paged_attention", M, D, N, dtype, keys=keys, int8=int8)
+            for M, N, D, keys in shapes
+            for int8 in (False, True)
+        ]
+        cases += [Case(target, "paged_attention", 4, D, 16, dtype, keys=8192) for D in (128, 512)]
+        cases += [Case(target, "paged_attention", M, 64, 4, dtype, keys=2048) for M in (1, 2048)]
+        cases += [Case(target, "write_cache", M, 128, dtype=dtype, int8=M > 1) for M in (1, 4096)]
+    return cases
 
 
 def expert_cases(targets: tuple[int, ...]) -> list[Case]:
@@ -132,14 +154,23 @@ def full_cases() -> list[Case]:
                 for block in (16, 32, 64, 128)
                 if K % block == 0
             ]
-    return cases + expert_cases(TARGETS) + shipped_cases()
+            cases += [
+                Case(target, "paged_attention", M, D, N, dtype, keys=keys, int8=int8)
+                for D in (64, 80, 96, 112, 128, 192, 256, 512)
+                for N in (1, 4, 8, 16)
+                for M, keys in ((1, 4096), (1, 32768), (4, 8192), (2048, 2048), (2048, 8192))
+                for int8 in (False, True)
+                if dtype == ("bfloat16" if target >= 80 else "float16")
+            ]
+    return cases + attention_cases(TARGETS) + expert_cases(TARGETS) + shipped_cases()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
         full = metafunc.config.getoption("--aot-full", default=False)
         cases = full_cases() if full else bounding_cases()
-        again = [case for case in cases if full or case.target in OTHER_TRITONS_TARGETS]
+        attention = dict.fromkeys(("paged_attention", "write_cache"), OTHER_TRITONS_ATTENTION)
+        again = [case for case in cases if full or case.target in attention.get(case.op, OTHER_TRITONS_TARGETS)]
         cases += [replace(case, triton=other) for other in OTHER_TRITONS for case in again]
         metafunc.parametrize("case", cases, ids=str)
 
@@ -166,6 +197,8 @@ def expected_instruction(launch: Launch, case: Case) -> str | None:
     """What the launch is for: the instruction that its inner loop must have come to; None where it multiplies nothing."""
     if "dp4a" in launch.kernel:
         return "dp4a"
+    if launch.kernel == "paged_attention_kernel":
+        return "mma.sync" if launch.constants["INT8_DOT"] else None
     if launch.kernel not in ("scaled_mm_split_k_kernel", "grouped_mm_kernel"):
         return None
     rows = launch.constants["BLOCK_N" if launch.constants.get("SWAP") else "BLOCK_M"]

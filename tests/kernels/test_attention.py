@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from w8a8_kernels.attention.cache import int8_cache_views, page_bytes
-from w8a8_kernels.attention.config import AttentionTile, power_of_two
+from w8a8_kernels.attention import int8_cache_views, page_bytes
+from w8a8_kernels.attention.config import AttentionPlan, AttentionTile, power_of_two
 from w8a8_kernels.attention.launch import paged_attention
 from w8a8_kernels.attention.reference import paged_attention_reference
 
@@ -91,7 +91,9 @@ def inputs(
 def check(args: dict, lens, tolerance=2e-6, tile=SMALL, splits=1, **options) -> None:
     expected = paged_attention_reference(**args, **options)
     most = {"most_queries": max(queries for queries, _ in lens), "most_keys": max(keys for _, keys in lens)}
-    got = paged_attention(**args, **options, **most, tile=tile, splits=splits).float()
+    group = args["q"].shape[1] // args["key_cache"].shape[2]
+    plan = AttentionPlan(tile, most["most_queries"] * power_of_two(group) <= tile.block_m, splits)
+    got = paged_attention(**args, **options, **most, plan=plan).float()
     error = (got - expected).norm() / expected.norm()
     assert error < tolerance, float(error)
 

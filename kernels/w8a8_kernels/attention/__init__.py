@@ -3,13 +3,14 @@
 import importlib
 from typing import TYPE_CHECKING
 
+from w8a8_kernels.attention.pages import int8_cache_views, page_bytes
 from w8a8_kernels.attention.reference import paged_attention_reference
 
 if TYPE_CHECKING:
-    from w8a8_kernels.attention.cache import int8_cache_views, page_bytes, write_cache
+    from w8a8_kernels.attention.cache import write_cache
     from w8a8_kernels.attention.launch import paged_attention
 
-_MODULES = {"int8_cache_views": "cache", "page_bytes": "cache", "write_cache": "cache", "paged_attention": "launch"}
+_MODULES = {"write_cache": "cache", "paged_attention": "launch"}
 
 __all__ = ["int8_cache_views", "page_bytes", "paged_attention", "paged_attention_reference", "write_cache"]
 

@@ -1,6 +1,5 @@
-"""The paged cache: writing tokens into it, and the int8 form of its pages."""
+"""Writes tokens into the paged cache."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,44 +13,6 @@ from w8a8_kernels.select import has_dependent_launch
 # Tokens of one program, from so many tokens on: neighbours in a block write neighbouring bytes of V's codes.
 TOKENS = 16
 MIN_TOKENS = 64
-
-SCALE_BYTES = 4
-
-
-def page_bytes(block_size: int, kv_heads: int, D: int) -> int:
-    """Bytes of an int8 page of `block_size` tokens: codes and scales of keys and values."""
-    return 2 * block_size * kv_heads * (D + SCALE_BYTES)
-
-
-def int8_cache_views(pages: Tensor, block_size: int, kv_heads: int, D: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes and scales in pages of int8.
-
-    A page holds K's codes [kv_heads, block_size, D], V's codes [kv_heads, D, block_size], K's fp32 scales [kv_heads,
-    block_size], and V's. A tile of V is then read as the tensor cores take it, its tokens side by side: bytes cannot be
-    transposed on the way from shared memory, as 16-bit values can.
-
-    Args:
-        pages: int8 [blocks, page_bytes(block_size, kv_heads, D)], each page contiguous.
-
-    Returns:
-        key_cache, value_cache int8 [blocks, block_size, kv_heads, D]; key_scale, value_scale fp32 [blocks, block_size,
-        kv_heads]: views of the pages.
-
-    Raises:
-        ValueError: pages of another dtype, size or layout.
-    """
-    expected = page_bytes(block_size, kv_heads, D)
-    if pages.dtype != torch.int8 or pages.dim() != 2 or pages.shape[1] != expected or pages.stride(1) != 1:
-        raise ValueError(
-            f"int8_cache_views: got {pages.dtype} {tuple(pages.shape)} with strides {pages.stride()}, "
-            f"expected int8 [blocks, {expected}] with contiguous rows"
-        )
-    values = block_size * kv_heads * D
-    key, value, scales = pages.split([values, values, expected - 2 * values], dim=1)
-    key = key.unflatten(1, (kv_heads, block_size, D)).permute(0, 2, 1, 3)
-    value = value.unflatten(1, (kv_heads, D, block_size)).permute(0, 3, 1, 2)
-    key_scale, value_scale = scales.view(torch.float32).unflatten(1, (2, kv_heads, block_size)).transpose(2, 3).unbind(1)
-    return key, value, key_scale, value_scale
 
 
 @triton.jit(do_not_specialize=["n_tokens"])

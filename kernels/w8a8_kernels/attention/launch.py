@@ -3,13 +3,7 @@
 import torch
 from torch import Tensor
 
-from w8a8_kernels.attention.config import (
-    MAX_ONE_TILE_ROWS,
-    AttentionTile,
-    attention_tile,
-    number_of_splits,
-    power_of_two,
-)
+from w8a8_kernels.attention.config import AttentionPlan, attention_plan, power_of_two
 from w8a8_kernels.attention.device import device_of
 from w8a8_kernels.attention.paged import merge_splits_kernel, paged_attention_kernel
 from w8a8_kernels.launch import launch_options
@@ -35,8 +29,7 @@ def paged_attention(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
     out: Tensor | None = None,
-    tile: AttentionTile | None = None,
-    splits: int | None = None,
+    plan: AttentionPlan | None = None,
 ) -> Tensor:
     """Attention over a paged cache; arguments as in `paged_attention_reference`, with any strides but a last one of 1.
 
@@ -45,7 +38,7 @@ def paged_attention(
     Args:
         most_queries, most_keys: of any sequence; upper bounds, where the launch is recorded to be replayed.
         out: [T, query heads, D] in q's dtype, made where it is None.
-        tile, splits: instead of those by rule.
+        plan: instead of the one by rule.
 
     Returns:
         out. Rows of no sequence are undefined.
@@ -57,21 +50,20 @@ def paged_attention(
     if T == 0:
         return out
     capability, num_sms = device_of(q.device)
-    pdl = has_dependent_launch(capability)
-    if tile is None:
-        tile = attention_tile(D, group, most_queries, itemsize=key_cache.element_size(), capability=capability)
+    int8, pdl = key_scale is not None, has_dependent_launch(capability)
+    if plan is None:
+        shape = (D, group, kv_heads, n_sequences, most_queries, most_keys)
+        plan = attention_plan(*shape, int8=int8, capability=capability, num_sms=num_sms)
+    tile, splits = plan.tile, plan.splits
     block_g, block_d = power_of_two(group), power_of_two(D)
     tile_queries = tile.block_m // block_g
-    one_tile = most_queries <= tile_queries
-    n_tiles = n_sequences if one_tile else T // tile_queries + n_sequences
-    if splits is None:
-        few = block_g * most_queries <= MAX_ONE_TILE_ROWS
-        splits = number_of_splits(n_tiles, kv_heads, most_keys, num_sms) if few else 1
+    if tile_queries < (most_queries if plan.one_tile else 1):
+        raise ValueError(f"paged_attention: got a tile of {tile.block_m} rows for {most_queries} queries x {group} heads")
+    n_tiles = n_sequences if plan.one_tile else T // tile_queries + n_sequences
     part = part_max = part_sum = out
     if splits > 1:
         part = torch.empty(splits, T, heads, D, dtype=torch.float32, device=q.device)
         part_max, part_sum = torch.empty(2, splits, T, heads, dtype=torch.float32, device=q.device)
-    int8 = key_scale is not None
     scale_strides = key_scale.stride() if int8 else (0, 0, 0)
     paged_attention_kernel[(n_tiles, kv_heads, splits)](
         out,
@@ -113,7 +105,7 @@ def paged_attention(
         BLOCK_N=tile.block_n,
         BLOCK_SIZE=block_size,
         SPLITS=splits,
-        ONE_TILE=one_tile,
+        ONE_TILE=plan.one_tile,
         CAUSAL=causal,
         WINDOW=window is not None,
         SOFTCAP=softcap != 0,
