@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from w8a8_kernels.attention import int8_cache_views, page_bytes
+from w8a8_kernels.attention import int8_cache_views, page_bytes, write_cache
 from w8a8_kernels.attention.config import AttentionPlan, AttentionTile, power_of_two
 from w8a8_kernels.attention.launch import paged_attention
 from w8a8_kernels.attention.reference import paged_attention_reference
+from w8a8_kernels.quantize.reference import quantize_reference
 
 SMALL = AttentionTile(block_m=16, block_n=16, num_warps=4, num_stages=2)
 
@@ -182,3 +183,129 @@ def test_without_dot(device, int8):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 6e-3), (torch.float16, 1e-3)])
 def test_half_precision(device, dtype, tolerance):
     check(inputs(device, MIXED, dtype=dtype), MIXED, tolerance=tolerance)
+
+
+def check_rule(args: dict, lens, tolerance: float, **options) -> None:
+    """With the plan by rule."""
+    expected = paged_attention_reference(**args, **options)
+    most = {"most_queries": max(queries for queries, _ in lens), "most_keys": max(keys for _, keys in lens)}
+    got = paged_attention(**args, **options, **most).float()
+    error = (got - expected).norm() / expected.norm()
+    assert error < tolerance, float(error)
+    again = paged_attention(**args, **options, **most).float()
+    assert torch.equal(got, again)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize(
+    ("D", "heads", "kv_heads"),
+    [(64, 8, 1), (80, 4, 4), (96, 4, 4), (112, 8, 2), (128, 8, 2), (128, 14, 2), (128, 16, 1), (192, 6, 2), (256, 8, 4), (512, 8, 1)],
+)  # fmt: skip
+def test_rule_on_gpu(device, D, heads, kv_heads, int8):
+    dtype, tolerance = (torch.float16, 1e-3) if D == 112 else (torch.bfloat16, 4e-3)
+    for lens in ([(1, 1), (1, 700), (1, 3000)], [(4, 40), (2, 1500)], [(300, 300), (1, 33), (65, 900), (0, 0)]):
+        check_rule(inputs(device, lens, heads, kv_heads, D, dtype=dtype, int8=int8), lens, tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize(
+    "option",
+    [{"softcap": 5.0}, {"window": 127}, {"window": 128}, {"window": 129}, {"causal": False}, {"sinks": 0}, {"alibi": 0}],
+)
+def test_options_on_gpu(device, option, int8):
+    if "sinks" in option:
+        option = {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0], device=device)}
+    if "alibi" in option:
+        option = {"alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.0], device=device)}
+    for lens in ([(1, 127), (1, 128), (1, 129), (1, 1000)], [(200, 200), (70, 500)]):
+        for block_size in (16, 48):
+            args = inputs(device, lens, block_size=block_size, D=128, dtype=torch.bfloat16, int8=int8)
+            check_rule(args, lens, 4e-3, **option)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("int8", [False, True])
+def test_cache_beyond_32_bit_offsets_on_gpu(device, int8):
+    """The last blocks of a cache of more than 2^31 elements."""
+    kv_heads, D, block_size, lens = 8, 128, 16, [(1, 40), (20, 33)]
+    small = inputs(device, lens, 16, kv_heads, D, dtype=torch.bfloat16, int8=int8)
+    n_small = len(small["key_cache"])
+    n_blocks = 2**31 // (kv_heads * D * block_size) + 2 * n_small
+    if int8:
+        pages = torch.zeros(n_blocks, page_bytes(block_size, kv_heads, D), dtype=torch.int8, device=device)
+        views = int8_cache_views(pages, block_size, kv_heads, D)
+        names = ("key_cache", "value_cache", "key_scale", "value_scale")
+    else:
+        views = torch.zeros(n_blocks, 2, block_size, kv_heads, D, dtype=torch.bfloat16, device=device).unbind(1)
+        names = ("key_cache", "value_cache")
+    large = dict(small)
+    for name, view in zip(names, views, strict=True):
+        view[-n_small:] = small[name]
+        large[name] = view
+    large["block_table"] = small["block_table"] + (n_blocks - n_small)
+    most = {"most_queries": 20, "most_keys": 40}
+    assert torch.equal(paged_attention(**large, **most), paged_attention(**small, **most))
+
+
+@pytest.mark.gpu
+def test_queries_beyond_32_bit_offsets_on_gpu(device):
+    """Rows x heads x size beyond 2^31."""
+    heads, D, T = 32, 128, 2**31 // (32 * 128) + 100
+    args = inputs(device, [(64, 64)], heads, 8, D, dtype=torch.bfloat16)
+    q = args["q"].repeat(-(-T // 64), 1, 1)
+    n = len(q) // 64
+    args |= {
+        "q": q,
+        "seq_lens": args["seq_lens"].expand(n).contiguous(),
+        "block_table": args["block_table"].expand(n, -1),
+        "query_start_loc": torch.arange(n + 1, dtype=torch.int32, device=device) * 64,
+    }
+    out = paged_attention(**args, most_queries=64, most_keys=64)
+    assert torch.equal(out[:64], out[-64:])
+    assert not out[-64:].isnan().any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_written_cache_on_gpu(device, dtype):
+    check_written(device, dtype, T=300, kv_heads=8, D=128)
+
+
+@pytest.mark.parametrize(("T", "kv_heads", "D", "block_size"), [(3, 2, 64, 16), (70, 1, 80, 16), (66, 2, 64, 48)])
+def test_written_cache(device, T, kv_heads, D, block_size):
+    check_written(device, torch.float32, T, kv_heads, D, block_size)
+
+
+def check_written(device, dtype, T, kv_heads, D, block_size=16) -> None:
+    """Tokens in their slots, codes and scales those of the quantizer's reference, and nothing else touched."""
+    generator = torch.Generator().manual_seed(0)
+    n_blocks = 2 * -(-T // block_size)
+    qkv = torch.randn(T + 2, 4 * kv_heads, D, generator=generator).to(device, dtype)
+    key, value = qkv[:, kv_heads : 2 * kv_heads], qkv[:, 2 * kv_heads : 3 * kv_heads]
+    key[0, 0] = 0
+    slots = torch.randperm(n_blocks * block_size, generator=generator)[:T].to(device)
+    slots[1] = -1
+    written = slots[slots >= 0]
+    where = (written // block_size, written % block_size)
+    key, value = key[:T], value[:T]
+
+    cache = torch.full((n_blocks, 2, block_size, kv_heads, D), 7.0, dtype=dtype, device=device)
+    write_cache(key, value, *cache.unbind(1), slots)
+    expected = torch.full_like(cache, 7.0)
+    expected[where[0], 0, where[1]] = key[slots >= 0]
+    expected[where[0], 1, where[1]] = value[slots >= 0]
+    assert torch.equal(cache, expected)
+
+    pages = torch.full((n_blocks, page_bytes(block_size, kv_heads, D)), 7, dtype=torch.int8, device=device)
+    untouched = pages.clone()
+    views = int8_cache_views(pages, block_size, kv_heads, D)
+    write_cache(key, value, *views[:2], slots, *views[2:])
+    for codes, scale, source in zip(views[:2], views[2:], (key, value), strict=True):
+        expected_codes, expected_scale = quantize_reference(source[slots >= 0].reshape(-1, D))
+        assert torch.equal(codes[where], expected_codes.view(-1, kv_heads, D))
+        assert torch.equal(scale[where], expected_scale.view(-1, kv_heads))
+        codes[where] = 7
+        scale.view(torch.int32)[where] = 0x07070707
+    assert torch.equal(pages, untouched)
