@@ -246,6 +246,9 @@ def attend_int8(
 ):
     """`attend` with int8 products of queries and of weights in 16 bits (`split`): no code is converted.
 
+    Keys come to the scores in an order in which a thread's weights are those that it needs for the second product, four
+    neighbours, where an accumulator holds two and two: in one warp, nothing is exchanged.
+
     b_q int8 [2 * BLOCK_M, BLOCK_D], b_q_unit [BLOCK_M]: what one of the lower half is worth. The value cache has its 1 between
     tokens.
     """
@@ -256,8 +259,14 @@ def attend_int8(
     first = tl.multiple_of(first, BLOCK_N)
     for i_n in range(first, last, BLOCK_N):
         o_n, b_block, o_slot, m_n = find_slots(table_ptr, i_n, n_keys, BLOCK_N, BLOCK_SIZE, MASKED)
-        p_k = (k_ptr + b_block * stride_kb + o_slot * STRIDE_KT)[:, None] + o_d[None, :]
         p_v = (v_ptr + b_block * stride_vb + o_slot)[None, :] + (o_d * STRIDE_VD)[:, None]
+        # Places within 16 neighbours: bits 3 2 1 0 become 2 1 3 0.
+        o_i = tl.arange(0, BLOCK_N)
+        o_moved = ((o_i & 6) << 1 | (o_i & 8) >> 2 | o_i & 1) - o_i % 16
+        o_n += o_moved
+        o_slot += o_moved
+        m_n = o_n < n_keys
+        p_k = (k_ptr + b_block * stride_kb + o_slot * STRIDE_KT)[:, None] + o_d[None, :]
         p_scale = b_block * stride_sb + o_slot * stride_st
         # Groups of 16 tokens are loaded together: codes beyond the sequence's end are finite, and their weight is 0.
         if D != BLOCK_D:
@@ -286,6 +295,7 @@ def attend_int8(
         b_unit = unit_of(tl.max(b_p, axis=1))
         b_high, b_low = split(b_p, b_unit)
         b_codes = tl.permute(tl.join(b_high.to(tl.int8), b_low.to(tl.int8)), (2, 0, 1))
+        b_codes = tl.permute(tl.reshape(b_codes, (2 * BLOCK_M, BLOCK_N // 16, 2, 4, 2)), (0, 1, 3, 2, 4))
         b_codes = tl.reshape(b_codes, (2 * BLOCK_M, BLOCK_N))
         b_o = join_products(tl.dot(b_codes, tl.trans(b_v), out_dtype=tl.int32), BLOCK_M, BLOCK_D)
         b_acc = b_acc * b_rescale[:, None] + b_o * (b_unit * (1.0 / 254.0))[:, None]
