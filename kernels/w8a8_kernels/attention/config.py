@@ -10,8 +10,8 @@ TURING_SHARED_BYTES = 64 * 1024
 
 # A tensor-core instruction takes so many rows at least; in int8 each of them is two.
 MIN_DOT_ROWS, MIN_INT8_DOT_ROWS = 16, 8
-# Queries x heads of so many rows go together through the keys once; more are cut into tiles.
-MAX_ONE_TILE_ROWS = 64
+# Queries x heads of so many rows x columns go together through the keys once; more are cut into tiles.
+MAX_ONE_TILE_ROWS, MAX_ONE_TILE_VALUES = 64, 64 * 256
 # More rows than these, twice, do not fit the registers: codes are converted instead.
 MAX_INT8_DOT_ROWS = 16
 
@@ -19,8 +19,6 @@ MAX_INT8_DOT_ROWS = 16
 MIN_SPLIT_KEYS = 128
 MAX_SPLITS = 32
 PROGRAMS_PER_SM = 2
-# With more, they hide each other's waiting, and memory for loads under way is better left to another program.
-MANY_PROGRAMS_PER_SM = 4
 
 # An H200, on which tiles were measured, prefills 8,192 keys 5 % faster with wider tiles, 2,048 keys 4 % slower.
 WIDE_TILE_KEYS = 4096
@@ -76,45 +74,48 @@ def attention_plan(
         num_sms: multiprocessors.
     """
     rows = power_of_two(group) * power_of_two(most_queries)
-    if rows > MAX_ONE_TILE_ROWS:
+    most_rows = MIN_DOT_ROWS if capability < MIN_DOT_CAPABILITY else MAX_ONE_TILE_ROWS
+    if rows > most_rows or rows * power_of_two(D) > MAX_ONE_TILE_VALUES:
         return AttentionPlan(_prefill_tile(D, group, int8, most_keys, capability), one_tile=False, splits=1)
     splits = number_of_splits(n_sequences, kv_heads, most_keys, num_sms)
-    many = n_sequences * kv_heads * splits > MANY_PROGRAMS_PER_SM * num_sms
+    many = n_sequences * kv_heads * splits > PROGRAMS_PER_SM * num_sms
     return AttentionPlan(_decode_tile(D, rows, int8, many, capability), one_tile=True, splits=splits)
 
 
 def _decode_tile(D: int, rows: int, int8: bool, many: bool, capability: tuple[int, int]) -> AttentionTile:
     block_d = power_of_two(D)
     if capability < MIN_DOT_CAPABILITY:
-        if rows > MIN_DOT_ROWS:
-            return AttentionTile(rows, 16, num_warps=4 if rows * block_d <= 8192 else 8, num_stages=1)
-        # [rows, keys, D] products stand in registers, 64 of each thread.
+        # [rows, keys, D] products stand in registers: 64 of each thread, or 32 that were converted.
         num_warps = 4 if rows * block_d <= 2048 else 8
-        block_n = max(1, 64 * 32 * num_warps // (rows * block_d))
+        block_n = max(1, (32 if int8 else 64) * 32 * num_warps // (rows * block_d))
         return AttentionTile(rows, min(32, block_n), num_warps, num_stages=1, dot=False)
     if int8 and rows <= MAX_INT8_DOT_ROWS:
         block_m, block_n = max(rows, MIN_INT8_DOT_ROWS), min(128, max(32, 16384 // block_d))
-        return AttentionTile(block_m, block_n, 2 if block_m * block_d <= 2048 else 4, num_stages=3, int8_dot=True)
-    block_m, block_n = max(rows, MIN_DOT_ROWS), min(64, max(16, 8192 // block_d))
-    num_warps = 2 if block_m == 16 else 4 if block_m * block_d <= 16384 else 8
+        return AttentionTile(block_m, block_n, 2 if block_m * block_d <= 1024 else 4, num_stages=3, int8_dot=True)
+    if rows > MIN_DOT_ROWS:
+        return AttentionTile(rows, max(16, 4096 // block_d), num_warps=4, num_stages=3)
+    block_n = min(64, max(16, 8192 // block_d))
+    if many:
+        # They hide each other's waiting: memory for loads under way is better left to more of them.
+        return AttentionTile(MIN_DOT_ROWS, block_n, num_warps=2, num_stages=3)
     # A block's address comes from the block table, which takes a stage of its own: n blocks of keys and values are under way
     # with 2 n + 1 stages (Triton 3.6 and 3.9, by their shared memory).
-    most = max_shared_bytes(capability) * 9 // 10 - 2 * block_m * block_d
-    blocks = 1 if many or int8 else max(1, min(3, most // (4 * block_n * block_d)))
-    return AttentionTile(block_m, block_n, num_warps, num_stages=2 * blocks + 1)
+    most = max_shared_bytes(capability) * 9 // 10 - 2 * MIN_DOT_ROWS * block_d
+    blocks = max(1, min(3, most // (4 * block_n * block_d)))
+    return AttentionTile(MIN_DOT_ROWS, block_n, num_warps=4, num_stages=2 * blocks + 1)
 
 
 def _prefill_tile(D: int, group: int, int8: bool, most_keys: int, capability: tuple[int, int]) -> AttentionTile:
     block_d, least = power_of_two(D), power_of_two(group)
     if capability < MIN_DOT_CAPABILITY:
-        return AttentionTile(max(least, 16), 16, num_warps=4, num_stages=1)
-    if block_d <= 128:
+        return AttentionTile(max(least, 16), 16, num_warps=4 if block_d <= 256 else 8, num_stages=1)
+    if block_d > 128:
+        return AttentionTile(max(least, 16384 // block_d), 32, num_warps=8, num_stages=3)
+    if capability == MEASURED:
         if int8:
             return AttentionTile(128, 64, num_warps=8, num_stages=1)
-        if capability == MEASURED:
-            return AttentionTile(128, 128 if most_keys >= WIDE_TILE_KEYS else 64, num_warps=8, num_stages=5)
-        return AttentionTile(128, 64, num_warps=8, num_stages=3)
-    return AttentionTile(max(least, 16384 // block_d), 32, num_warps=8, num_stages=3)
+        return AttentionTile(128, 128 if most_keys >= WIDE_TILE_KEYS else 64, num_warps=8, num_stages=5)
+    return AttentionTile(128, 32 if int8 else 64, num_warps=8, num_stages=3)
 
 
 def max_shared_bytes(capability: tuple[int, int]) -> int:

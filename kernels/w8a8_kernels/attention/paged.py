@@ -43,8 +43,8 @@ def find_slots(table_ptr, i_n, n_keys, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.con
     else:
         o_slot = o_n % BLOCK_SIZE
         p_table = table_ptr + o_n // BLOCK_SIZE
-    b_block = tl.load(p_table, mask=m_n, other=0) if MASKED else tl.load(p_table)
     # Blocks are multiples of 16 tokens. That 16 of them lie side by side, Triton does not see.
+    b_block = tl.load(p_table, mask=o_n // 16 * 16 < n_keys, other=0) if MASKED else tl.load(p_table)
     TOGETHER: tl.constexpr = 16 if BLOCK_N > 16 else BLOCK_N
     b_block = tl.max_constancy(b_block.to(tl.int64), TOGETHER)
     return o_n, b_block, tl.max_contiguous(tl.multiple_of(o_slot, TOGETHER), TOGETHER), m_n
