@@ -124,6 +124,8 @@ MODES = {
     "ours": Mode(engine={"quantization": "w8a8"}),
     "ours-lmhead": Mode(engine={"quantization": "w8a8"}, env={"VLLM_W8A8_LM_HEAD": "1"}),
     "ours-rtn": Mode(engine={"quantization": "w8a8"}, env={"VLLM_W8A8_HADAMARD": "0"}),
+    "ours-attention": Mode(engine={"quantization": "w8a8"}, env={"VLLM_W8A8_ATTENTION": "1"}),
+    "ours-attention-lmhead": Mode(engine={"quantization": "w8a8"}, env={"VLLM_W8A8_ATTENTION": "1", "VLLM_W8A8_LM_HEAD": "1"}),
 }
 
 
