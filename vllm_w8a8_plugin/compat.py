@@ -3,6 +3,7 @@
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import os
 import re
 import sys
@@ -149,3 +150,31 @@ def int8_kernels() -> list[type]:
     if not isinstance(found, list):
         raise LookupError(f"{module}.{name} holds a {type(found).__name__} here, expected a list")
     return found
+
+
+def has_canonical_kv_layouts() -> bool:
+    """Whether vLLM itself shapes the cache of attention, [blocks, kv heads, block size, content]; else a backend does."""
+    from vllm.v1.attention.backend import AttentionBackend
+
+    return not hasattr(AttentionBackend, "get_kv_cache_shape")
+
+
+def triton_attention_backend() -> type:
+    """vLLM's own TRITON_ATTN."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    return AttentionBackendEnum.TRITON_ATTN.get_class()
+
+
+def flash_attention_version(**layer) -> int | None:
+    """Version of vLLM's FlashAttention that it runs a layer on; None where it has none for this GPU.
+
+    Args:
+        layer: what vLLM's `get_flash_attn_version` asks; releases differ in what it takes.
+    """
+    try:
+        from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+    except ImportError:
+        return None
+    known = inspect.signature(get_flash_attn_version).parameters
+    return get_flash_attn_version(**{name: value for name, value in layer.items() if name in known})

@@ -40,6 +40,7 @@ def diagnose() -> Diagnosis:
     _diagnose_kernels(result)
     if version is not None:
         _diagnose_int8_schemes(result)
+        _diagnose_attention(result)
     return result
 
 
@@ -122,6 +123,33 @@ def _diagnose_int8_schemes(result: Diagnosis) -> None:
         result.problems.append(f"{envs.ENABLE}=1 cannot bring this plugin's kernels to {name}: {error}")
     else:
         result.facts.append((name, f"run on this plugin's kernels: {envs.ENABLE}=1"))
+
+
+def _diagnose_attention(result: Diagnosis) -> None:
+    """Where the attention backend runs, and on what."""
+    import torch
+    from vllm.platforms import current_platform
+
+    from vllm_w8a8_plugin.attention import prefill, registration
+
+    name = "attention backend"
+    if not current_platform.is_cuda():
+        result.facts.append((name, "for NVIDIA GPUs; here attention stays on vLLM's own"))
+        return
+    try:
+        asked = f"with W8A8 ({envs.ATTENTION}=1), or " if envs.attention() else ""
+        choice = prefill.choose_here(envs.prefill_attention(), prefill.Layer(head_size=128), torch.bfloat16)
+    except ValueError as error:
+        if str(error) not in result.problems:
+            result.problems.append(str(error))
+        return
+    result.facts.append(
+        (
+            name,
+            f"{asked}with --attention-backend {registration.NAME}: triton; queries of more than "
+            f"{prefill.SHORT_QUERIES} tokens: {choice.kernel} ({choice.reason})",
+        )
+    )
 
 
 def _diagnose_ptxas(result: Diagnosis, capabilities: list[tuple[int, int]]) -> None:

@@ -15,7 +15,11 @@ FUSION = "VLLM_W8A8_FUSION"
 HADAMARD = "VLLM_W8A8_HADAMARD"
 TP_CONSISTENT_ACTIVATIONS = "VLLM_W8A8_TP_CONSISTENT_ACTIVATIONS"
 LM_HEAD = "VLLM_W8A8_LM_HEAD"
+ATTENTION = "VLLM_W8A8_ATTENTION"
+PREFILL_ATTENTION = "VLLM_W8A8_PREFILL_ATTENTION"
 CACHE_DIR = "VLLM_W8A8_CACHE_DIR"
+
+PREFILL_KERNELS = (AUTO, "triton", "flash_attn", "flash_attn_4")
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,18 @@ VARIABLES = (
         "1: quantize an lm_head that is not int8 in the checkpoint while it loads. An embedding to which it is tied keeps its "
         "rows and gets an int8 copy beside them: half as much memory again. Where set, it wins over the entry lm_head of a "
         "checkpoint's quantization_config.",
+    ),
+    Variable(
+        ATTENTION,
+        "0",
+        "1: models that are served in W8A8 use this plugin's attention backend, as with --attention-backend CUSTOM.",
+    ),
+    Variable(
+        PREFILL_ATTENTION,
+        AUTO,
+        "What this plugin's attention backend runs batches on that have a query of more than 16 tokens: triton (its own "
+        "kernel), flash_attn (vLLM's FlashAttention), flash_attn_4 (the package flash_attn_4_sm120; not supported yet), or "
+        "auto: FlashAttention 3 where it runs, else triton.",
     ),
     Variable(
         CACHE_DIR,
@@ -123,6 +139,27 @@ def lm_head(default: bool = False) -> bool:
     return _yes(LM_HEAD, default)
 
 
+def attention() -> bool:
+    """Whether VLLM_W8A8_ATTENTION asks for this plugin's attention backend.
+
+    Raises:
+        ValueError: the variable is neither a yes nor a no.
+    """
+    return _yes(ATTENTION, default=False)
+
+
+def prefill_attention() -> str:
+    """What VLLM_W8A8_PREFILL_ATTENTION asks for: one of `PREFILL_KERNELS`.
+
+    Raises:
+        ValueError: the variable says something else.
+    """
+    value = os.environ.get(PREFILL_ATTENTION, "").strip().lower() or AUTO
+    if value not in PREFILL_KERNELS:
+        raise ValueError(f"{PREFILL_ATTENTION}={value!r}: expected {', '.join(PREFILL_KERNELS[:-1])} or {PREFILL_KERNELS[-1]}")
+    return value
+
+
 def cache_dir() -> Path:
     """The folder of VLLM_W8A8_CACHE_DIR, or the default one. It need not exist."""
     cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -136,6 +173,8 @@ def check() -> None:
     hadamard()
     tp_consistent_activations()
     lm_head()
+    attention()
+    prefill_attention()
 
 
 def _yes(name: str, default: bool) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_w8a8_plugin import compat, envs, gguf, log, stock_int8
+from vllm_w8a8_plugin.attention import registration as attention
 
 QUANTIZATION = "w8a8"
 # vLLM's methods that may have int8 layers in schemes that `QUANTIZATION` does not read.
@@ -36,6 +37,7 @@ def register_plugin() -> None:
         register_quantization_config(QUANTIZATION)(W8A8Config)
     # The other variables are checked where a model asks for W8A8: a bad one must not stop those that do not.
     _wrap_engine_args()
+    attention.register()
     if envs.enabled():
         _offer_int8_kernel()
     stock_int8.watch()
@@ -93,6 +95,7 @@ def _choosing_quantization(create_model_config: Callable) -> Callable:
                 f"{model_config.quantization}): --quantization w8a8 or {envs.ENABLE}=1 asks for that",
                 logging.WARNING,
             )
+        attention.select(self, asked=envs.enabled() or model_config.quantization == QUANTIZATION)
         return model_config
 
     return wrapped

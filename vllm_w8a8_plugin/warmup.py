@@ -59,13 +59,13 @@ class Warmup:
             return
         has_experts = hasattr(layer, "w13_weight")
         weight = layer.w13_weight if has_experts else layer.weight
-        if weight is not None and _compiles_on(weight.device):
-            start, before = time.perf_counter(), _compilations()
+        if weight is not None and compiles_on(weight.device):
+            start, before = time.perf_counter(), compilations_or_zero()
             if has_experts:
                 self._run_experts(layer, limits[0])
             else:
                 self._run(layer, *limits)
-            self._compiled += _compilations() - before
+            self._compiled += compilations_or_zero() - before
             self._seconds += time.perf_counter() - start
         if self._ran and not self._waiting:
             log.logger.info(
@@ -104,11 +104,13 @@ class Warmup:
             self._ran = True
 
 
-def _compiles_on(device: torch.device) -> bool:
+def compiles_on(device: torch.device) -> bool:
+    """Whether kernels are compiled for this device."""
     return device.type == "cuda" and device_facts(device).has_triton
 
 
-def _compilations() -> int:
+def compilations_or_zero() -> int:
+    """`compilations`, where Triton can tell; else 0, with a warning once."""
     try:
         return compilations()
     except RuntimeError as error:  # only the logged line needs the count

@@ -2,9 +2,10 @@
 
     python engine_runner.py JOB RESULT
 
-Job: `engine` (arguments of `vllm.LLM`), `prompts` (lists of token ids), `sampling` (arguments of `SamplingParams`, or a list,
-one for each prompt), `together` (numbers of prompts that are handed over at a time; empty: all at once), `count_compilations`,
-`then` (what is done after that: a list of names from `ACTIONS` with arguments; after each, the prompts are answered again).
+Job: `engine` (arguments of `vllm.LLM`), `backends` (class paths of attention backends by vLLM's name), `prompts` (lists of
+token ids), `sampling` (arguments of `SamplingParams`, or a list, one for each prompt), `together` (numbers of prompts that are
+handed over at a time; empty: all at once), `count_compilations`, `then` (what is done after that: a list of names from
+`ACTIONS` with arguments; after each, the prompts are answered again).
 Result: `answers`, per prompt `prompt_logprobs` and `logprobs`, each a list over positions of {token id: log-probability},
 `token_ids` generated, `text`, and `cached_tokens` of the prompt; `later`, a list of such answers for each of `then`;
 `addresses`, for the start and each of `then`, the weights' in each worker by name; `compilations` of our kernels in the
@@ -95,6 +96,10 @@ def main() -> None:
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
     each = job["sampling"] if isinstance(job["sampling"], list) else [job["sampling"]] * len(prompts)
     sampling = [SamplingParams(flat_logprobs=True, **arguments) for arguments in each]
+    for name, path in job["backends"].items():
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+        register_backend(AttentionBackendEnum[name], path)
     llm = LLM(**job["engine"])
     counted = [compilations(llm)] if job["count_compilations"] else []
 

@@ -76,6 +76,7 @@ def run_engine(
     together: list[int] | None = None,
     count_compilations: bool = False,
     then: list[list] | None = None,
+    backends: dict[str, str] | None = None,
     env: dict[str, str] | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Run:
@@ -92,6 +93,8 @@ def run_engine(
         count_compilations: count the Triton kernels of ours that are compiled. The engine then runs in the runner's process.
         then: what is done after the prompts are answered, each followed by the same prompts: ["again"], ["adapter", FOLDER]
             for the answers with a LoRA adapter, or the name and the arguments of one of `engine_runner.ACTIONS`.
+        backends: class paths of attention backends, put in place of vLLM's by name. The engine then runs in the runner's
+            process.
         env: variables added to the environment.
 
     Raises:
@@ -105,13 +108,14 @@ def run_engine(
         "together": together or [],
         "count_compilations": count_compilations,
         "then": then or [],
+        "backends": backends or {},
     }
     with tempfile.TemporaryDirectory() as tmp:
         job_file, result_file = Path(tmp, "job.json"), Path(tmp, "result.json")
         job_file.write_text(json.dumps(job))
         command = [sys.executable, str(RUNNER), str(job_file), str(result_file)]
         environment = engine_environment() | (env or {})
-        if count_compilations:
+        if count_compilations or backends:
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         if then:
             environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions are sent to workers

@@ -27,6 +27,13 @@ def random_qwen3_moe(out: Path, *, seed: int = 0, **sizes) -> Path:
     return _write(out, Qwen3MoeForCausalLM, Qwen3MoeConfig, 1.0, sizes, False, seed)
 
 
+def random_gemma3(out: Path, *, seed: int = 0, **sizes) -> Path:
+    """`random_qwen3` as a Gemma 3 without its vision tower; `sizes` are arguments of `Gemma3TextConfig`."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    return _write(out, Gemma3ForCausalLM, Gemma3TextConfig, 1.0, sizes, True, seed)
+
+
 def random_lora(out: Path, model: Path, *, rank: int = 8, zero: bool = False) -> Path:
     """Write an adapter of all linear layers of a dense model of `random_qwen3`, strong enough to change predictions.
 

@@ -200,8 +200,10 @@ def check_rule(args: dict, lens, tolerance: float, **options) -> None:
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize(
     ("D", "heads", "kv_heads"),
-    [(64, 8, 1), (80, 4, 4), (96, 4, 4), (112, 8, 2), (128, 8, 2)]
-    + [(128, 14, 2), (128, 16, 1), (192, 6, 2), (256, 8, 4), (512, 8, 1)],
+    [
+        *[(64, 8, 1), (80, 4, 4), (96, 4, 4), (112, 8, 2), (128, 8, 2)],
+        *[(128, 14, 2), (128, 16, 1), (192, 6, 2), (256, 8, 4), (512, 8, 1)],
+    ],
 )
 def test_rule_on_gpu(device, D, heads, kv_heads, int8):
     dtype, tolerance = (torch.float16, 1e-3) if D == 112 else (torch.bfloat16, 4e-3)

@@ -1,7 +1,13 @@
 import importlib.util
+import os
 from pathlib import Path
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Attention's kernels run in Triton's interpreter; read when a kernel is decorated, so before any is imported.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

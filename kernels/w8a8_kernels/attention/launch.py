@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from w8a8_kernels.attention.config import AttentionPlan, attention_plan, power_of_two
+from w8a8_kernels.attention.config import MAX_SPLITS, AttentionPlan, attention_plan, power_of_two
 from w8a8_kernels.attention.device import device_of
 from w8a8_kernels.attention.paged import merge_splits_kernel, paged_attention_kernel
 from w8a8_kernels.launch import launch_options
@@ -52,7 +52,8 @@ def paged_attention(
     capability, num_sms = device_of(q.device)
     int8, pdl = key_scale is not None, has_dependent_launch(capability)
     if plan is None:
-        shape = (D, group, kv_heads, n_sequences, most_queries, most_keys)
+        seen = most_keys if window is None or not causal else min(most_keys, window + most_queries)
+        shape = (D, group, kv_heads, n_sequences, most_queries, seen)
         plan = attention_plan(*shape, int8=int8, capability=capability, num_sms=num_sms)
     tile, splits = plan.tile, plan.splits
     block_g, block_d = power_of_two(group), power_of_two(D)
@@ -104,7 +105,7 @@ def paged_attention(
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_SIZE=block_size,
-        SPLITS=splits,
+        SPLIT=splits > 1,
         ONE_TILE=plan.one_tile,
         CAUSAL=causal,
         WINDOW=window is not None,
@@ -127,11 +128,12 @@ def paged_attention(
             part_max,
             part_sum,
             T,
+            splits,
             *out.stride()[:2],
             HEADS=heads,
             D=D,
             BLOCK_D=block_d,
-            SPLITS=splits,
+            MAX_SPLITS=MAX_SPLITS,
             PDL=pdl,
             num_warps=4,
             **launch_options(pdl),

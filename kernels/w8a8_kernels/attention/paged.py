@@ -302,7 +302,7 @@ def attend_int8(
     return b_acc, b_max, b_sum
 
 
-@triton.jit(do_not_specialize=["n_sequences", "n_tokens", "window"])
+@triton.jit(do_not_specialize=["n_sequences", "n_tokens", "window", "stride_tb"])
 def paged_attention_kernel(
     out_ptr,
     part_ptr,
@@ -346,7 +346,7 @@ def paged_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     ONE_TILE: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -361,9 +361,9 @@ def paged_attention_kernel(
 ):
     """One tile of BLOCK_M // BLOCK_G queries of one sequence, for the GROUP query heads of one key/value head.
 
-    Row r of the tile is query r // BLOCK_G, head r % BLOCK_G. ONE_TILE: tile b is all of sequence b's queries. With SPLITS,
-    program_id(2) takes a part of the keys and writes its sums: part fp32 [SPLITS, n_tokens, HEADS, D], part_max and
-    part_sum fp32 [SPLITS, n_tokens, HEADS]; one without keys writes no sums but part_sum, 0.
+    Row r of the tile is query r // BLOCK_G, head r % BLOCK_G. ONE_TILE: tile b is all of sequence b's queries. With SPLIT,
+    program_id(2) takes a part of the keys and writes its sums: part fp32 [splits, n_tokens, HEADS, D], part_max and
+    part_sum fp32 [splits, n_tokens, HEADS]; one without keys writes no sums but part_sum, 0.
     PDL: programmatic dependent launch, see `chain_launches`.
     """
     if PDL:
@@ -413,8 +413,8 @@ def paged_attention_kernel(
         first = tl.maximum(first, first_position - window + 1)
         first_full = tl.maximum(first_full, last_position - window + 1)
     first = first // BLOCK_N * BLOCK_N
-    if SPLITS > 1:
-        per_split = tl.cdiv(tl.cdiv(tl.maximum(last - first, 0), BLOCK_N), SPLITS) * BLOCK_N
+    if SPLIT:
+        per_split = tl.cdiv(tl.cdiv(tl.maximum(last - first, 0), BLOCK_N), tl.num_programs(2)) * BLOCK_N
         first = first + i_split * per_split
         last = tl.minimum(last, first + per_split)
         if first >= last and i_split > 0:
@@ -472,7 +472,7 @@ def paged_attention_kernel(
                     V_TRANSPOSED=V_TRANSPOSED, DOT=DOT,
                 )  # fmt: skip
 
-    if SPLITS > 1:
+    if SPLIT:
         o_part = (i_split * n_tokens + o_token) * HEADS + o_head
         tl.store(part_max_ptr + o_part, b_max, mask=m_row)
         tl.store(part_sum_ptr + o_part, b_sum, mask=m_row)
@@ -483,19 +483,20 @@ def paged_attention_kernel(
         tl.store(p_out, round_to(b_out, out_ptr.dtype.element_ty), mask=m_qd)
 
 
-@triton.jit(do_not_specialize=["n_tokens"])
+@triton.jit(do_not_specialize=["n_tokens", "n_splits"])
 def merge_splits_kernel(
     out_ptr,
     part_ptr,
     part_max_ptr,
     part_sum_ptr,
     n_tokens,
+    n_splits,
     stride_ot,
     stride_oh,
     HEADS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    SPLITS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out [n_tokens, HEADS, D] of the parts that `paged_attention_kernel` has left, one row a program."""
@@ -503,10 +504,10 @@ def merge_splits_kernel(
         chain_launches()
     o_token = tl.program_id(0).to(tl.int64)
     i_head = tl.program_id(1)
-    o_split = tl.arange(0, SPLITS)
+    o_split = tl.arange(0, MAX_SPLITS)
     o_d = tl.arange(0, BLOCK_D)
     o_part = (o_split * n_tokens + o_token) * HEADS + i_head
-    b_sum = tl.load(part_sum_ptr + o_part)
+    b_sum = tl.load(part_sum_ptr + o_part, mask=o_split < n_splits, other=0.0)
     # A split without keys has left nothing else.
     b_max = tl.load(part_max_ptr + o_part, mask=b_sum > 0, other=float("-inf"))
     m_part = (b_sum > 0)[:, None] & (o_d < D)[None, :]

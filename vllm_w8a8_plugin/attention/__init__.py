@@ -1,0 +1,6 @@
+"""vLLM's attention on this plugin's kernels. Importing this touches neither torch nor vLLM."""
+
+
+def unsupported(problem: str) -> ValueError:
+    """The error that refuses a model, with what to do."""
+    return ValueError(f"W8A8 attention backend: {problem}: choose another with --attention-backend")
