@@ -14,7 +14,7 @@ MOST_QUERIES = 128
 
 
 def plans(impl, most_keys: int, most_sequences: int, device: torch.device, long_queries: bool) -> dict:
-    """Every plan that batches of a layer can lead to, with a number of queries for it; two splits stand for any number of them.
+    """Every plan that batches of a layer can lead to, with a number of queries for it; two splits stand for any number.
 
     Args:
         impl: the layer's `W8A8AttentionImpl`.

@@ -259,7 +259,10 @@ def attend_int8(
     first = tl.multiple_of(first, BLOCK_N)
     for i_n in range(first, last, BLOCK_N):
         o_n, b_block, o_slot, m_n = find_slots(table_ptr, i_n, n_keys, BLOCK_N, BLOCK_SIZE, MASKED)
-        p_v = (v_ptr + b_block * stride_vb + o_slot)[None, :] + (o_d * STRIDE_VD)[:, None]
+        o_g = i_n + tl.arange(0, BLOCK_N // 16) * 16
+        b_group = tl.load(table_ptr + o_g // BLOCK_SIZE, mask=o_g < n_keys, other=0).to(tl.int64) * stride_vb
+        b_group = tl.multiple_of(b_group + o_g % BLOCK_SIZE, 16)
+        p_v = (v_ptr + b_group)[:, None, None] + (o_d * STRIDE_VD)[None, :, None] + tl.arange(0, 16)[None, None, :]
         # Places within 16 neighbours: bits 3 2 1 0 become 2 1 3 0.
         o_i = tl.arange(0, BLOCK_N)
         o_moved = ((o_i & 6) << 1 | (o_i & 8) >> 2 | o_i & 1) - o_i % 16
@@ -271,7 +274,7 @@ def attend_int8(
         # Groups of 16 tokens are loaded together: codes beyond the sequence's end are finite, and their weight is 0.
         if D != BLOCK_D:
             b_k = tl.load(p_k, mask=(o_d < D)[None, :], other=0)
-            b_v = tl.load(p_v, mask=(o_d < D)[:, None], other=0)
+            b_v = tl.load(p_v, mask=(o_d < D)[None, :, None], other=0)
         else:
             b_k = tl.load(p_k)
             b_v = tl.load(p_v)
@@ -297,7 +300,7 @@ def attend_int8(
         b_codes = tl.permute(tl.join(b_high.to(tl.int8), b_low.to(tl.int8)), (2, 0, 1))
         b_codes = tl.permute(tl.reshape(b_codes, (2 * BLOCK_M, BLOCK_N // 16, 2, 4, 2)), (0, 1, 3, 2, 4))
         b_codes = tl.reshape(b_codes, (2 * BLOCK_M, BLOCK_N))
-        b_o = join_products(tl.dot(b_codes, tl.trans(b_v), out_dtype=tl.int32), BLOCK_M, BLOCK_D)
+        b_o = join_products(tl.dot(b_codes, tl.reshape(tl.permute(b_v, (0, 2, 1)), (BLOCK_N, BLOCK_D)), out_dtype=tl.int32), BLOCK_M, BLOCK_D)
         b_acc = b_acc * b_rescale[:, None] + b_o * (b_unit * (1.0 / 254.0))[:, None]
     return b_acc, b_max, b_sum
 
