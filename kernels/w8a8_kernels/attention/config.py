@@ -91,13 +91,14 @@ def _decode_tile(D: int, rows: int, int8: bool, many: bool, capability: tuple[in
         return AttentionTile(rows, min(32, block_n), num_warps, num_stages=1, dot=False)
     if int8 and rows <= MAX_INT8_DOT_ROWS:
         block_m, block_n = max(rows, MIN_INT8_DOT_ROWS), min(128, max(32, 16384 // block_d))
-        return AttentionTile(block_m, block_n, 2 if block_m * block_d <= 1024 else 4, num_stages=3, int8_dot=True)
+        num_warps = 2 if block_m * block_d <= 1024 and D == block_d else 4
+        return AttentionTile(block_m, block_n, num_warps, num_stages=3, int8_dot=True)
     if rows > MIN_DOT_ROWS:
         return AttentionTile(rows, max(16, 4096 // block_d), num_warps=4, num_stages=3)
     block_n = min(64, max(16, 8192 // block_d))
     if many:
         # They hide each other's waiting: memory for loads under way is better left to more of them.
-        return AttentionTile(MIN_DOT_ROWS, block_n, num_warps=2, num_stages=3)
+        return AttentionTile(MIN_DOT_ROWS, block_n, num_warps=2 if rows < MIN_DOT_ROWS else 4, num_stages=3)
     # A block's address comes from the block table, which takes a stage of its own: n blocks of keys and values are under way
     # with 2 n + 1 stages (Triton 3.6 and 3.9, by their shared memory).
     most = max_shared_bytes(capability) * 9 // 10 - 2 * MIN_DOT_ROWS * block_d
@@ -110,7 +111,7 @@ def _prefill_tile(D: int, group: int, int8: bool, most_keys: int, capability: tu
     if capability < MIN_DOT_CAPABILITY:
         return AttentionTile(max(least, 16), 16, num_warps=4 if block_d <= 256 else 8, num_stages=1)
     if block_d > 128:
-        return AttentionTile(max(least, 16384 // block_d), 32, num_warps=8, num_stages=3)
+        return AttentionTile(max(least, 32 if int8 else 16384 // block_d), 32, num_warps=8, num_stages=3)
     if capability == MEASURED:
         if int8:
             return AttentionTile(128, 64, num_warps=8, num_stages=1)
