@@ -259,6 +259,8 @@ def attend_int8(
     first = tl.multiple_of(first, BLOCK_N)
     for i_n in range(first, last, BLOCK_N):
         o_n, b_block, o_slot, m_n = find_slots(table_ptr, i_n, n_keys, BLOCK_N, BLOCK_SIZE, MASKED)
+        # Values by groups of 16 tokens [groups, BLOCK_D, 16]: neighbouring threads then read one block. As [BLOCK_D, BLOCK_N],
+        # where they read four, L2 was the limit of an H200 (82 % of the time, DRAM 66 %).
         o_g = i_n + tl.arange(0, BLOCK_N // 16) * 16
         b_group = tl.load(table_ptr + o_g // BLOCK_SIZE, mask=o_g < n_keys, other=0).to(tl.int64) * stride_vb
         b_group = tl.multiple_of(b_group + o_g % BLOCK_SIZE, 16)
@@ -300,7 +302,8 @@ def attend_int8(
         b_codes = tl.permute(tl.join(b_high.to(tl.int8), b_low.to(tl.int8)), (2, 0, 1))
         b_codes = tl.permute(tl.reshape(b_codes, (2 * BLOCK_M, BLOCK_N // 16, 2, 4, 2)), (0, 1, 3, 2, 4))
         b_codes = tl.reshape(b_codes, (2 * BLOCK_M, BLOCK_N))
-        b_o = join_products(tl.dot(b_codes, tl.reshape(tl.permute(b_v, (0, 2, 1)), (BLOCK_N, BLOCK_D)), out_dtype=tl.int32), BLOCK_M, BLOCK_D)
+        b_v = tl.reshape(tl.permute(b_v, (0, 2, 1)), (BLOCK_N, BLOCK_D))
+        b_o = join_products(tl.dot(b_codes, b_v, out_dtype=tl.int32), BLOCK_M, BLOCK_D)
         b_acc = b_acc * b_rescale[:, None] + b_o * (b_unit * (1.0 / 254.0))[:, None]
     return b_acc, b_max, b_sum
 
