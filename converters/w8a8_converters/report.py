@@ -65,23 +65,26 @@ class Report:
         return asdict(self)
 
 
-class NoiseMeter:
-    """Adds up signal and quantization noise of a weight over blocks of rows."""
+@dataclass(frozen=True)
+class Noise:
+    """Energy of a weight, or of some of its rows, and of what quantization changes in it; those of its blocks add up."""
 
-    def __init__(self) -> None:
-        self._signal = 0.0
-        self._noise = 0.0
+    signal: float = 0.0
+    noise: float = 0.0
 
-    def add(self, values: Tensor, codes: Tensor, scale: Tensor) -> None:
+    @classmethod
+    def of(cls, values: Tensor, codes: Tensor, scale: Tensor) -> "Noise":
         """values [n, K] floating, codes int8 [n, K], scale fp32 [n, 1]."""
         exact = values.to(torch.float32)
         noise = codes.to(torch.float32).mul_(scale).sub_(exact)
-        self._signal += _energy(exact)
-        self._noise += _energy(noise)
+        return cls(_energy(exact), _energy(noise))
+
+    def __add__(self, other: "Noise") -> "Noise":
+        return Noise(self.signal + other.signal, self.noise + other.noise)
 
     def decibels(self) -> float | None:
         """None where there is no noise at all."""
-        return round(10 * math.log10(self._signal / self._noise), 2) if self._noise and self._signal else None
+        return round(10 * math.log10(self.signal / self.noise), 2) if self.noise and self.signal else None
 
 
 def _energy(values: Tensor) -> float:

@@ -1,6 +1,11 @@
 """What comes out of a conversion, tensor by tensor and file by file."""
 
+import errno
 import json
+import os
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -9,6 +14,7 @@ from safetensors.torch import save_file
 
 from w8a8_converters import convert as converter
 from w8a8_converters.convert import convert
+from w8a8_converters.writer import ShardWriter
 from w8a8_kernels.hadamard import block_size
 from w8a8_kernels.quantize.weight import quantize_weight
 
@@ -212,14 +218,55 @@ def test_unaligned_source_header(checkpoint, tmp_path):
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
-def test_blocks_do_not_show(checkpoint, tmp_path, monkeypatch):
+@pytest.fixture
+def torch_threads():
+    """Sets how many threads torch uses, for one test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_blocks_do_not_show(checkpoint, tmp_path, monkeypatch, torch_threads, threads):
     src = checkpoint()
-    convert(src, tmp_path / "whole")
+    expected = convert(src, tmp_path / "whole")
     monkeypatch.setattr(converter, "_BLOCK_BYTES", 4 * 16 * 5)
-    convert(src, tmp_path / "blocks")
+    torch_threads(threads)
+    done = []
+    report = convert(
+        src, tmp_path / "blocks", progress=lambda stage, *bytes_done: done.append((stage == "write", *bytes_done))
+    )
     whole, blocks = load(tmp_path / "whole"), load(tmp_path / "blocks")
     assert whole.keys() == blocks.keys()
     assert all(torch.equal(whole[name], blocks[name]) for name in whole)
+    assert report.layers == expected.layers
+    assert done == sorted(done)
+    assert len(done) > 2 * len(whole)
+    with ThreadPoolExecutor(1) as new:
+        assert {torch.get_num_threads(), new.submit(torch.get_num_threads).result()} == {threads}, "as it was before"
+
+
+def test_error_in_a_thread(checkpoint, tmp_path, monkeypatch, torch_threads):
+    """What it was is told; no block is begun any more, and no thread writes when the folder is removed."""
+    src, writes = checkpoint(), []
+
+    class Full(ShardWriter):
+        def write(self, *args):
+            writes.append(threading.current_thread())
+            if len(writes) > 30:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            super().write(*args)
+
+    monkeypatch.setattr(converter, "ShardWriter", Full)
+    monkeypatch.setattr(converter, "_BLOCK_BYTES", 4)
+    torch_threads(3)
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        convert(src, tmp_path / "out")
+    assert writes[30] is not threading.main_thread()
+    assert len(writes) < 40
+    assert not any(thread.is_alive() for thread in writes if thread is not threading.main_thread())
+    assert torch.get_num_threads() == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["src"]
 
 
 DEFAULTS = {
@@ -337,7 +384,7 @@ def test_shards_and_index(checkpoint, tmp_path):
 
 
 def test_small_files_are_carried(checkpoint, tmp_path):
-    src = checkpoint()
+    src = shutil.copytree(checkpoint(), tmp_path / "snapshots" / "0a1b")
     (src / "tokenizer.json").write_text('{"a": "é"}')
     (src / "chat_template.jinja").write_text("{{ x }}")
     (src / "sub").mkdir()
@@ -345,7 +392,8 @@ def test_small_files_are_carried(checkpoint, tmp_path):
     (src / ".cache").mkdir()
     (src / ".cache" / "x").write_text("no")
     (src / "pytorch_model.bin").write_bytes(b"no")
-    real = tmp_path / "blob"
+    real = tmp_path / "blobs" / "blob"
+    real.parent.mkdir()
     real.write_text("linked")
     (src / "generation_config.json").symlink_to(real)
     convert(src, tmp_path / "out")

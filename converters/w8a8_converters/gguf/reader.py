@@ -1,5 +1,6 @@
 """A GGUF file's metadata and tensor table, held against the file's size; its data stays on disk."""
 
+import mmap
 import re
 import struct
 from collections.abc import Iterator
@@ -322,7 +323,11 @@ def _map(path: Path) -> np.ndarray:
         raise BrokenFileError(f"{path} is a Git LFS pointer, not the GGUF file itself: fetch that (git lfs pull)")
     if magic != _MAGIC:
         raise BrokenFileError(f"{path} is not a GGUF file: it begins with {magic!r}, expected {_MAGIC!r}; download it again")
-    return np.memmap(path, dtype=np.uint8, mode="r")
+    with path.open("rb") as file:
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    # Read ahead: where the page cache has not got the file, its scales came in 0.2 to 0.4 of the time.
+    data.madvise(mmap.MADV_SEQUENTIAL)
+    return np.frombuffer(data, dtype=np.uint8)
 
 
 def _open_parts(path: Path) -> list[_Part]:
