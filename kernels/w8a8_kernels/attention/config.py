@@ -12,8 +12,8 @@ TURING_SHARED_BYTES = 64 * 1024
 MIN_DOT_ROWS, MIN_INT8_DOT_ROWS = 16, 8
 # Queries x heads of so many rows x columns go together through the keys once; more are cut into tiles.
 MAX_ONE_TILE_ROWS, MAX_ONE_TILE_VALUES = 64, 64 * 256
-# More rows than these, twice, do not fit the registers: codes are converted instead.
-MAX_INT8_DOT_ROWS = 16
+# More rows than these, or rows x columns, do not fit the registers twice: codes are converted instead.
+MAX_INT8_DOT_ROWS, MAX_INT8_DOT_VALUES = 16, 16 * 256
 
 # Keys that a program reads at least, and programs on each multiprocessor that are enough: a split more costs a part to merge.
 MIN_SPLIT_KEYS = 128
@@ -89,9 +89,10 @@ def _decode_tile(D: int, rows: int, int8: bool, many: bool, capability: tuple[in
         num_warps = 4 if rows * block_d <= 2048 else 8
         block_n = max(1, (32 if int8 else 64) * 32 * num_warps // (rows * block_d))
         return AttentionTile(rows, min(32, block_n), num_warps, num_stages=1, dot=False)
-    if int8 and rows <= MAX_INT8_DOT_ROWS:
+    if int8 and rows <= MAX_INT8_DOT_ROWS and rows * block_d <= MAX_INT8_DOT_VALUES:
         block_m, block_n = max(rows, MIN_INT8_DOT_ROWS), min(128, max(32, 16384 // block_d))
-        num_warps = 2 if block_m * block_d <= 1024 and D == block_d else 4
+        # Two warps spill registers at 192, 256 and what is padded, four at 512.
+        num_warps = 2 if block_d == 512 or (block_m * block_d <= 1024 and D == block_d) else 4
         return AttentionTile(block_m, block_n, num_warps, num_stages=3, int8_dot=True)
     if rows > MIN_DOT_ROWS:
         return AttentionTile(rows, max(16, 4096 // block_d), num_warps=4, num_stages=3)
@@ -102,7 +103,7 @@ def _decode_tile(D: int, rows: int, int8: bool, many: bool, capability: tuple[in
     # A block's address comes from the block table, which takes a stage of its own: n blocks of keys and values are under way
     # with 2 n + 1 stages (Triton 3.6 and 3.9, by their shared memory).
     most = max_shared_bytes(capability) * 9 // 10 - 2 * MIN_DOT_ROWS * block_d
-    blocks = max(1, min(3, most // (4 * block_n * block_d)))
+    blocks = max(1, min(3, most // (4 * block_n * block_d))) if block_d <= 128 else 1
     return AttentionTile(MIN_DOT_ROWS, block_n, num_warps=4, num_stages=2 * blocks + 1)
 
 
