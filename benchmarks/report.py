@@ -1,8 +1,9 @@
-"""Writes the README's tables of speed from the newest files in benchmarks/results.
+"""Writes the tables of figures in README and docs from the newest files in benchmarks/results.
 
 Run: python benchmarks/report.py [--check]
 
-A table stands between `<!-- report: NAME -->` and `<!-- end -->`. `--check` changes nothing and fails where one differs.
+A table stands between `<!-- report: NAME -->` and `<!-- end -->`, on any page; docs/benchmarks.md has all of them. `--check`
+changes nothing and fails where one differs.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
+PAGES = (README, *sorted((ROOT / "docs").glob("*.md")))
 GPU = "nvidia-h200"
 
 
@@ -25,8 +27,9 @@ def newest(kind: str) -> tuple[Path, dict]:
     return path, json.loads(path.read_text())
 
 
-def source(path: Path) -> str:
-    return f"[file]({path.relative_to(ROOT).as_posix()})"
+def source(path: Path, text: str = "file") -> str:
+    """A link, as it is in a page at the repository's root."""
+    return f"[{text}]({path.relative_to(ROOT).as_posix()})"
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -107,40 +110,83 @@ def engine() -> str:
     return f"{table(['model', 'phase', 'batch', *modes.values()], rows)}\n\n{source(path)}"
 
 
-REPORTS: dict[str, Callable[[], str]] = {"linear": linear, "quantize": quantize, "moe": moe, "engine": engine}
+def quality() -> str:
+    """Distance of served models from the unquantized one."""
+    models = {"smollm2-135m": "SmolLM2-135M", "gemma-3-270m": "Gemma 3 270M"}
+    modes = {
+        "bf16": "bf16",
+        "rtn": "W8A8, no transform",
+        "hadamard": "W8A8 (default)",
+        "auto": "W8A8, `--quality auto`",
+    }
+    paths = [max(RESULTS.glob(f"quality-{model}-????-??-??.json")) for model in models]
+    cells = [{cell["mode"]: cell for cell in json.loads(path.read_text())["cells"]} for path in paths]
+    rows = []
+    for mode, what in modes.items():
+        found = [of[mode] for of in cells]
+        figures = [(f"x {c['ppl_ratio']:.4f}", f"{c['kl_mean']:.4f}", f"{100 * c['top1']:.1f} %") for c in found]
+        rows.append([what, *(figure for of in figures for figure in of)])
+    head = [text for name in models.values() for text in (f"{name}: perplexity", "mean KL", "same top token")]
+    links = ", ".join(source(path, name) for path, name in zip(paths, models.values(), strict=True))
+    return f"{table(['', *head], rows)}\n\n{links}"
 
 
-def filled(text: str) -> str:
-    """`text` with every table as the result files have it.
+REPORTS: dict[str, Callable[[], str]] = {
+    "linear": linear,
+    "quantize": quantize,
+    "moe": moe,
+    "engine": engine,
+    "quality": quality,
+}
+
+
+def filled(text: str, page: Path = README) -> tuple[str, set[str]]:
+    """`text` of a page with every table as the result files have it, and the names of the tables.
 
     Raises:
-        ValueError: a marker names no report, or a report stands nowhere.
+        ValueError: a marker names no report.
     """
     seen = set()
+    up = "../" * (len(page.relative_to(ROOT).parts) - 1)
 
     def fill(match: re.Match) -> str:
         name = match[1]
         if name not in REPORTS:
-            raise ValueError(f"README.md: no report {name!r}, there are {', '.join(REPORTS)}")
+            raise ValueError(f"{page.relative_to(ROOT)}: no report {name!r}, there are {', '.join(REPORTS)}")
         seen.add(name)
-        return f"<!-- report: {name} -->\n{REPORTS[name]()}\n<!-- end -->"
+        written = REPORTS[name]().replace("](", f"]({up}")
+        return f"<!-- report: {name} -->\n{written}\n<!-- end -->"
 
-    text = re.sub(r"<!-- report: (\S+) -->\n.*?<!-- end -->", fill, text, flags=re.DOTALL)
+    return re.sub(r"<!-- report: (\S+) -->\n.*?<!-- end -->", fill, text, flags=re.DOTALL), seen
+
+
+def fill_all(texts: dict[Path, str]) -> dict[Path, str]:
+    """Every page with its tables as the result files have them.
+
+    Raises:
+        ValueError: a marker names no report, or a report stands nowhere.
+    """
+    done, seen = {}, set()
+    for page, text in texts.items():
+        done[page], names = filled(text, page)
+        seen |= names
     if missing := REPORTS.keys() - seen:
-        raise ValueError(f"README.md: no marker for {', '.join(sorted(missing))}")
-    return text
+        raise ValueError(f"no page has a marker for {', '.join(sorted(missing))}")
+    return done
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing, fail where a table differs")
     args = parser.parse_args()
-    before = README.read_text()
-    after = filled(before)
-    if not args.check:
-        README.write_text(after)
-    elif after != before:
-        sys.exit("README.md differs from benchmarks/results: run python benchmarks/report.py")
+    before = {page: page.read_text() for page in PAGES}
+    after = fill_all(before)
+    changed = [page for page in PAGES if after[page] != before[page]]
+    if args.check and changed:
+        names = ", ".join(str(page.relative_to(ROOT)) for page in changed)
+        sys.exit(f"{names} differ from benchmarks/results: run python benchmarks/report.py")
+    for page in changed:
+        page.write_text(after[page])
 
 
 if __name__ == "__main__":

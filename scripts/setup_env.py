@@ -379,6 +379,15 @@ def install_for_tests(backend: str, version: str) -> None:
         install_beside(f"triton=={OTHER_TRITON}", OTHER_TRITON_FOLDER)
         if backend == "cpu" and version != OTHER_VLLM:
             install_beside(f"{DISTRIBUTION[backend]}=={OTHER_VLLM}", OTHER_VLLM_FOLDER)
+    install_for_docs()  # whose build is a test
+
+
+def install_for_docs() -> None:
+    """Puts into a ready `.venv` what builds the documentation, if it is not there."""
+    with locked():
+        if not has_all(installed_versions() or {}, {"mkdocs-material": ""}):
+            print("Installing mkdocs-material, which builds the documentation", flush=True)
+            pip("install", "--no-build-isolation", "--editable", ".[docs]")
 
 
 def install_beside(requirement: str, folder: Path) -> None:
@@ -393,7 +402,7 @@ def install_beside(requirement: str, folder: Path) -> None:
 
 
 def main() -> int:
-    """Sets up `.venv`, with `--tests` what only the tests want, too; returns the exit status."""
+    """Sets up `.venv`, with `--tests` and `--docs` what only these want, too; returns the exit status."""
     start = time.monotonic()
     # A kill is handled like Ctrl-C: pip is ended too, and no stamp is left.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -413,6 +422,8 @@ def main() -> int:
                     install(python, backend, version)
         if "--tests" in sys.argv[1:]:
             install_for_tests(backend, version)
+        if "--docs" in sys.argv[1:]:
+            install_for_docs()
         print(f".venv is ready: {what} ({time.monotonic() - start:.1f} s)")
         return 0
     except SetupError as error:
