@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vllm_w8a8_plugin.layers_command import report_folder
+from vllm_w8a8_plugin.quality_command import evaluate
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -21,6 +24,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command("eval")(evaluate)
+app.command("report")(report_folder)
 
 
 class OutputFormat(str, Enum):
@@ -142,7 +147,7 @@ def convert(
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    from w8a8_converters.errors import BrokenFileError, ConversionError
+    from w8a8_converters.errors import BrokenFileError, ConversionError, one_line
 
     # As Ctrl-C: job schedulers, containers and lost terminals end a process so, and the partial folder must go.
     for ending in (signal.SIGTERM, signal.SIGHUP):
@@ -186,7 +191,7 @@ def convert(
                 progress=progress,
             )
     except ConversionError as error:
-        typer.secho(f"error: {error}", fg=typer.colors.RED, err=True)
+        typer.secho(f"error: {one_line(error)}", fg=typer.colors.RED, err=True)
         raise typer.Exit(2 if isinstance(error, BrokenFileError) else 1) from None
     except (KeyboardInterrupt, SystemExit) as stop:
         typer.secho(f"interrupted: {out} was not written", fg=typer.colors.RED, err=True)
@@ -232,6 +237,7 @@ def inspect(
     from rich.console import Console
 
     from vllm_w8a8_plugin.inspection import tables
+    from w8a8_converters.errors import one_line
     from w8a8_converters.inspect import inspect as look
 
     found = look(path)
@@ -242,9 +248,9 @@ def inspect(
         for table in tables(found):
             console.print(table)
         for note in found.notes:
-            console.print(f"note: {note}", markup=False, highlight=False)
+            console.print(f"note: {one_line(note)}", markup=False, highlight=False)
     for problem in found.problems:
-        typer.secho(f"problem: {problem}", fg=typer.colors.RED, err=True)
+        typer.secho(f"problem: {one_line(problem)}", fg=typer.colors.RED, err=True)
     if found.problems:
         raise typer.Exit(2 if found.broken else 1)
 
@@ -354,7 +360,10 @@ def _tune(console: "Console", shapes: list[tuple[int, int]], rows: list[int], fo
 
 
 def _print_report(report: "Report", console: "Console") -> None:
+    from rich.markup import escape
     from rich.table import Table
+
+    from w8a8_converters.errors import one_line
 
     sizes = Table("weights", "GB", box=None, title_justify="left")
     sizes.add_row("source", f"{report.source_bytes / 1e9:.3f}")
@@ -364,7 +373,7 @@ def _print_report(report: "Report", console: "Console") -> None:
     if report.layers:
         worst = Table("layers with the lowest signal-to-quantization-noise ratio", "dB", box=None)
         for layer in report.worst_layers(5):
-            worst.add_row(layer.name, f"{layer.sqnr_db:.1f}")
+            worst.add_row(escape(layer.name), f"{layer.sqnr_db:.1f}")
         console.print(worst)
     if report.layers:
         done = f"{len(report.layers)} layers quantized, {len(report.ignore)} left as they are"
@@ -378,5 +387,5 @@ def _print_report(report: "Report", console: "Console") -> None:
     if report.lm_head_extra_bytes:
         console.print(f"lm_head, no longer tied to the embedding, adds {report.lm_head_extra_bytes / 1e6:.1f} MB")
     for note in report.notes:
-        console.print(f"note: {note}", markup=False)
+        console.print(f"note: {one_line(note)}", markup=False)
     typer.echo(report.output)

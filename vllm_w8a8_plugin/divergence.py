@@ -103,13 +103,15 @@ def perplexity(scores: Scores) -> float:
 
 def agreement(reference: Scores, other: Scores, k: int) -> float:
     """Mean share of the reference's `k` likeliest tokens that are among the other's `k` likeliest."""
-    a, b = _likeliest(reference, k), _likeliest(other, k)
+    a, b = likeliest(reference, k), likeliest(other, k)
     return float((a[:, :, None] == b[:, None, :]).any(axis=2).mean())
 
 
-def _likeliest(scores: Scores, k: int) -> np.ndarray:
-    """The `k` likeliest tokens. Of equal ones, which bf16 logits have often, the smaller id comes first, as in an argmax:
-    the order in which they were given depends on how many were asked for, and moved top-1 agreement by 1 %.
+def likeliest(scores: Scores, k: int) -> np.ndarray:
+    """The `k` likeliest tokens, [positions, k].
+
+    Of equal ones, which bf16 logits have often, the smaller id comes first, as in an argmax: the order in which they were
+    given depends on how many were asked for, and moved top-1 agreement by 1 %.
     """
     order = np.lexsort((scores.token_ids, -scores.logprobs), axis=1)[:, :k]
     return np.take_along_axis(scores.token_ids, order, axis=1)
@@ -141,3 +143,14 @@ def figures(reference: Scores, other: Scores, support: int = SUPPORT) -> dict[st
         "missing": result.missing.mean(),
     }
     return {"positions": len(other)} | {name: float(f"{value:.6g}") for name, value in values.items()}
+
+
+def histogram(values: np.ndarray, bins: int = 51) -> dict[str, list]:
+    """How often values occur: `edges` [bins + 1], symmetric about zero, and `counts` [bins].
+
+    The bins reach as far as 99.9 % of the values; what lies further out counts in the last ones. Their number is odd, so that
+    one of them is centred on zero.
+    """
+    reach = max(float(np.percentile(np.abs(values), 99.9)), FLOOR)
+    counts, edges = np.histogram(np.clip(values, -reach, reach), bins, (-reach, reach))
+    return {"edges": [float(f"{edge:.5g}") for edge in edges], "counts": counts.tolist()}

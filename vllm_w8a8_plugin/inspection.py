@@ -6,6 +6,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from w8a8_converters.errors import one_line
 from w8a8_converters.inspect import Inspection
 
 
@@ -44,7 +45,7 @@ def _facts(found: Inspection) -> Table:
     table = Table(box=None, show_header=False)
     for name, value in known.items():
         if value is not None:
-            table.add_row(name, escape(str(value)))
+            table.add_row(name, escape(one_line(value)))
     return table
 
 

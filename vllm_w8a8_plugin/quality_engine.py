@@ -1,8 +1,9 @@
 """One vLLM engine in a process of its own: python -m vllm_w8a8_plugin.quality_engine JOB SCORES REPORT
 
 JOB is a JSON file: `engine` (arguments of `vllm.LLM`), `prompts` (lists of token ids), `first` (the first position of each
-prompt that counts), `kept` (how many tokens to keep at each). SCORES becomes the `Scores` of all prompts, one after another,
-REPORT a JSON file with what the engine was: `dtype`, `quantization`, `device`.
+prompt that counts), `kept` (how many tokens to keep at each), and perhaps `progress` (a file that grows by one byte with each
+prompt that is done). SCORES becomes the `Scores` of all prompts, one after another, REPORT a JSON file with what the engine
+was: `dtype`, `quantization`, `kv_cache_dtype`, `device`.
 """
 
 import json
@@ -62,11 +63,15 @@ def main() -> None:
     for prompt in job["prompts"]:  # one by one: who meets whom in a batch moves bf16 results
         (output,) = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
         parts.append(scores_of(output.prompt_logprobs, job["first"]))
+        if "progress" in job:
+            with open(job["progress"], "ab") as progress:
+                progress.write(b".")
     fields = ("true_logprobs", "token_ids", "logprobs")
     Scores(*(np.concatenate([getattr(part, field) for part in parts]) for field in fields)).save(scores_file)
     report = {
         "dtype": str(config.dtype).removeprefix("torch."),
         "quantization": config.quantization,
+        "kv_cache_dtype": llm.llm_engine.vllm_config.cache_config.cache_dtype,
         "device": device_name(),
     }
     report_file.write_text(json.dumps(report))

@@ -5,6 +5,7 @@ import mmap
 import os
 import re
 import shutil
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -37,12 +38,20 @@ _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safete
 # What transformers, Mistral and PEFT put beside a model's own weights.
 _NOT_THE_MODEL = ("consolidated", "adapter_model", "training_args", "optimizer")
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".ot", ".tflite"}
+# Other files whose reading may run code.
+_PICKLE_SUFFIXES = {".pkl", ".pickle", ".joblib", ".dill"}
+# What the converter writes itself.
+_OWN_FILES = ("config.json", "quant_config.json", "conversion_report.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 # Those that the package `quantized` reads.
 _DEQUANTIZED_METHODS = ("awq", "compressed-tensors", "fp8", "gptq")
 W8A8_ALREADY = "it is W8A8 already: serve it as it is"
 _SIDE_FILE_LIMIT = 256 * 1000**2
 _HEADER_LIMIT = 100 * 1000**2  # of the safetensors format itself
+_JSON_LIMIT = 100 * 1000**2  # as a file; the largest tokenizers have some 35 MB, indices of a thousand experts some 30
+_NAME_LIMIT = 1000  # characters of a tensor's name
+_FILE_NAME_LIMIT = 255  # bytes, of file systems
+_EMPTY_LIMIT = 2**31  # product of the dimensions beside the zeros, of a tensor without values
 
 
 @dataclass(frozen=True)
@@ -85,7 +94,10 @@ class Source(Protocol):
     notes: list[str]
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) of a tensor (a scalar counts as one row), in its dtype; may be a view of the file."""
+        """Rows [start, stop) of a tensor (a scalar counts as one row), in its dtype; may be a view of the file.
+
+        Once a first call for a tensor has returned, threads may ask for its other rows at the same time.
+        """
 
     def known_finite(self, name: str) -> bool:
         """Whether all of a tensor's values are known to be finite without `rows`; False where only they tell."""
@@ -102,7 +114,7 @@ class SafetensorsFile:
         self.path = path
         self._map: mmap.mmap | None = None
         try:
-            size = path.stat().st_size
+            size = _regular_size(path)
             with path.open("rb") as file:
                 header, self._data_start = self._read_header(file, size)
         except OSError as error:
@@ -113,6 +125,11 @@ class SafetensorsFile:
         for name, entry in header.items():
             if not name.isprintable():
                 raise BrokenFileError(f"{path}: the name of tensor {name[:60]!r} holds control characters; copy it again")
+            if len(name) > _NAME_LIMIT:
+                raise BrokenFileError(
+                    f"{path}: the name of tensor {name[:60]!r}... has {len(name):,} characters, expected {_NAME_LIMIT:,} at "
+                    "most; copy it again"
+                )
             self.tensors[name], self._begin[name], ends[name] = self._read_entry(name, entry)
         end_of_data = 0
         for name in sorted(ends, key=lambda name: (self._begin[name], ends[name])):
@@ -174,6 +191,8 @@ class SafetensorsFile:
                 f"{self.path}: tensor {name} ({dtype_name}, shape {shape}) needs {expected:,} bytes, "
                 f"its header gives it {end - begin:,}; copy the file again"
             )
+        if not expected and prod(size or 1 for size in shape) > _EMPTY_LIMIT:
+            raise BrokenFileError(f"{self.path}: tensor {name} has no values in a shape of {shape}; copy the file again")
         return TensorInfo(name, tuple(shape), dtype, expected), begin, end
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
@@ -258,14 +277,14 @@ class HuggingFaceSource:
             unused = [p.name for p in present if p.name not in names]
             if unused:
                 self.notes.append(f"not in {_INDEX}, not used: {_some(unused)}")
-            return weight_map, [self.path / name for name in names]
+            return weight_map, [within(self.path, self.path / name) for name in names]
 
         single = self.path / "model.safetensors"
         if single.is_file():
             unused = [p.name for p in present if p != single]
             if unused:
                 self.notes.append(f"beside model.safetensors, not used: {_some(unused)}")
-            return None, [single]
+            return None, [within(self.path, single)]
         if not present:
             pickles = sorted(p.name for suffix in ("*.bin", "*.pt", "*.pth") for p in self.path.glob(suffix))
             if pickles:
@@ -281,7 +300,7 @@ class HuggingFaceSource:
             missing = [name for name in expected if not (self.path / name).is_file()]
             if missing:
                 raise BrokenFileError(f"{self.path} lacks {_some(missing)}, and has no {_INDEX}: download them")
-        return None, present
+        return None, [within(self.path, path) for path in present]
 
     def _check_index(self, weight_map: dict[str, str]) -> None:
         missing = [name for name in weight_map if name not in self._file_of]
@@ -336,15 +355,20 @@ class HuggingFaceSource:
             relative = path.relative_to(self.path)
             if any(part.startswith(".") for part in relative.parts) or not path.is_file():
                 continue
-            if path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json") or str(relative) == "config.json":
+            # Folders, too: one of the name of a file that is written would be in its way.
+            if any(map(_is_not_carried, relative.parts)) or relative.parts[0] in _OWN_FILES:
                 continue
             if path.stat().st_size > _SIDE_FILE_LIMIT:
                 self.notes.append(f"not carried over, too large: {relative}")
                 continue
-            found[str(relative)] = path
+            found[str(relative)] = within(self.path, path)
         if not any(name in found for name in TOKENIZER_FILES):
             self.notes.append(f"no tokenizer to carry over: {self.path} has none of {', '.join(TOKENIZER_FILES)}")
         return found
+
+
+def _is_not_carried(name: str) -> bool:
+    return name.endswith(".index.json") or Path(name).suffix.lower() in _WEIGHT_SUFFIXES | _PICKLE_SUFFIXES
 
 
 def gguf_names(folder: Path) -> list[str]:
@@ -383,15 +407,16 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise ConversionError(f"{folder} has no config.json: give the folder of a Hugging Face model or a .gguf file")
-    config = _read_json(path, unique=False)
-    if not isinstance(config, dict) or not config.get("model_type"):
+    config = read_json(within(folder, path), unique=False)
+    model_type = config.get("model_type") if isinstance(config, dict) else None
+    if not isinstance(model_type, str) or not model_type:
         raise ConversionError(f"{path} does not describe a model: it has no model_type")
     return config
 
 
 def _read_weight_map(path: Path) -> dict[str, str]:
     """Tensor -> name of a file in the index's own folder."""
-    index = _read_json(path, unique=True)
+    index = read_json(within(path.parent, path), unique=True)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise BrokenFileError(f"{path} is not a safetensors index: it has no weight_map with tensors; copy it again")
@@ -402,11 +427,65 @@ def _read_weight_map(path: Path) -> dict[str, str]:
             )
         if name in ("", ".", "..") or Path(name).name != name:
             raise BrokenFileError(f"{path} names a file outside its folder: {name[:60]!r}, for tensor {tensor}; copy it again")
+        if not name.endswith(".safetensors") or len(name.encode()) > _FILE_NAME_LIMIT:
+            raise BrokenFileError(
+                f"{path} names no safetensors file: {name[:60]!r}, for tensor {tensor[:_NAME_LIMIT]}; copy it again"
+            )
     return weight_map
 
 
-def _read_json(path: Path, unique: bool) -> Any:
+def within(folder: Path, path: Path) -> Path:
+    """The path of a file in a model folder: a link in a checkpoint must not make other files of the machine a part of it.
+
+    In the Hub's cache, files of a snapshot are links to the blobs beside the snapshots.
+
+    Raises:
+        BrokenFileError: it is a link out of the folder.
+    """
+    root, real = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
+    caches = [parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots"]
+    # What is not there is for the reader to say.
+    if path.exists() and not any(map(real.is_relative_to, (root, *caches))):
+        raise BrokenFileError(
+            f"{path} is a link out of its folder, to {real}: put the file itself there, or name the folder that it lies in"
+        )
+    return path
+
+
+def check_side_file(folder: Path, path: Path) -> Path:
+    """The path of a file beside the weights that is to be carried over.
+
+    Raises:
+        BrokenFileError: it is a link out of the folder, no regular file, or too large.
+    """
+    within(folder, path)
     try:
+        size = _regular_size(path)
+    except OSError as error:
+        raise BrokenFileError(f"{path} cannot be read: {error.strerror}; copy it again") from None
+    if size > _SIDE_FILE_LIMIT:
+        raise BrokenFileError(f"{path} has {size:,} bytes, expected {_SIDE_FILE_LIMIT:,} at most; copy it again")
+    return path
+
+
+def _regular_size(path: Path) -> int:
+    """Bytes of a file; a device or a pipe, which reading may not end, is refused."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise BrokenFileError(f"{path} cannot be read: it is no regular file; copy it again")
+    return status.st_size
+
+
+def read_json(path: Path, unique: bool) -> Any:
+    """The content of a JSON file of a checkpoint; where it is `unique`, no object has a key twice.
+
+    Raises:
+        BrokenFileError: it is no JSON, no regular file, or larger than any model's.
+    """
+    try:
+        size = _regular_size(path)
+        if size > _JSON_LIMIT:
+            raise BrokenFileError(f"{path} has {size:,} bytes, expected {_JSON_LIMIT:,} at most; copy it again")
         data = path.read_bytes()
     except OSError as error:
         raise BrokenFileError(f"{path} cannot be read: {error.strerror}; copy it again") from None

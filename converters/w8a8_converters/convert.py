@@ -87,7 +87,7 @@ def convert(
         raise ConversionError(f"format {format!r} is not known; known are {', '.join(FORMATS)}")
     skip = tuple(skip)
     hf_config = None if hf_config is None else Path(hf_config).expanduser()
-    source = _open(src, from_quantized, hf_config)
+    source = open_source(src, from_quantized, hf_config)
     origin = source.origin if isinstance(source, QuantizedSource) else {}
     kept = source.kept if isinstance(source, QuantizedSource) else frozenset()
     check_output(out, [src, *source.files, *([hf_config] if hf_config else [])], overwrite)
@@ -134,7 +134,8 @@ def convert(
     return report
 
 
-def _open(src: Path, from_quantized: bool, hf_config: Path | None) -> Source:
+def open_source(src: Path, from_quantized: bool = False, hf_config: Path | None = None) -> Source:
+    """The checkpoint that `convert` was given, see there."""
     if src.is_dir() and hf_config is not None:
         raise ConversionError(f"{src}: --hf-config is for GGUF files, a folder has its own config.json: leave it out")
     if src.is_dir():

@@ -1,6 +1,5 @@
 """What a checkpoint is, what `convert` would make of it, and what it would take to serve: from headers alone."""
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from math import prod
@@ -15,6 +14,8 @@ from w8a8_converters.checkpoint import (
     Source,
     gguf_names,
     missing_source,
+    read_json,
+    within,
 )
 from w8a8_converters.errors import BrokenFileError, ConversionError
 from w8a8_converters.formats import FORMATS
@@ -246,11 +247,7 @@ def _read_object(path: Path, found: Inspection) -> dict[str, Any]:
     """The content of a JSON file, empty where there is none."""
     if not path.is_file():
         return {}
-    try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError, OSError) as error:
-        found.add_problem(BrokenFileError(f"{path} is not JSON: {error}; copy it again"))
-        return {}
+    content = found.attempt(lambda: read_json(within(path.parent, path), unique=False))
     return content if isinstance(content, dict) else {}
 
 

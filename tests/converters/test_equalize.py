@@ -406,8 +406,9 @@ def test_tokenizer_is_missing_or_damaged(word_model, tmp_path):
         with pytest.raises(ConversionError) as raised:
             convert(src, tmp_path / "out", folding=folding)
         assert str(raised.value) == (
-            f"{src} has no tokenizer, with which --equalize and --quality read a text: it has none of tokenizer.json, "
-            "tokenizer.model, vocab.json, tekken.json. Copy the tokenizer's files of the original model into that folder"
+            f"{src} has no tokenizer, with which --equalize, --quality and --activations read a text: it has none of "
+            "tokenizer.json, tokenizer.model, vocab.json, tekken.json. Copy the tokenizer's files of the original model into "
+            "that folder"
         )
 
 

@@ -202,12 +202,13 @@ def test_output_overlaps_the_source(checkpoint, refuses, tmp_path):
 def test_output_holds_the_files_that_the_source_links_to(checkpoint, refuses, tmp_path):
     """Hugging Face's cache: a snapshot is a folder of links to blobs."""
     src = checkpoint()
-    blobs = tmp_path / "out"
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "0a1b"
+    shutil.copytree(src, snapshot)
     blobs.mkdir()
     (blobs / "config.json").write_text("{}")
-    shutil.move(src / "model.safetensors", blobs / "blob")
-    (src / "model.safetensors").symlink_to(blobs / "blob")
-    refuses(src, "overlap", overwrite=True)
+    shutil.move(snapshot / "model.safetensors", blobs / "blob")
+    (snapshot / "model.safetensors").symlink_to(blobs / "blob")
+    refuses(snapshot, "overlap", out=blobs, overwrite=True)
 
 
 def test_overwrite_replaces_everything(checkpoint, tmp_path):

@@ -11,6 +11,10 @@ from models import random_qwen3
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak-full", action="store_true", help="load a server for half an hour, not for three minutes")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if importlib.util.find_spec("vllm") is None:
         for item in items:

@@ -1,4 +1,4 @@
-"""`python -m vllm_w8a8_plugin.quality`: its figures against the whole distributions, and what it does around the engines."""
+"""`vllm-w8a8 eval`: its figures against the whole distributions, and what it does around the engines."""
 
 import json
 import os
@@ -11,13 +11,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from typer.testing import CliRunner, Result
 
-from vllm_w8a8_plugin import compat, envs, quality
-from vllm_w8a8_plugin.divergence import Scores, agreement, divergence, figures, perplexity
-from vllm_w8a8_plugin.quality import Job, Mode, Prompts, Results
+from vllm_w8a8_plugin import cli, compat, envs, plots, quality, quality_command, quality_report
+from vllm_w8a8_plugin import quality_prompts as prompting
+from vllm_w8a8_plugin.divergence import Scores, agreement, divergence, figures, histogram, perplexity
+from vllm_w8a8_plugin.quality import Job, Results
 from vllm_w8a8_plugin.quality_engine import scores_of
+from vllm_w8a8_plugin.quality_modes import MODES, REFERENCES, Kind, Mode, Target, choose_modes
+from vllm_w8a8_plugin.quality_prompts import TEXTS, Place, Prompts, load_tokenizer, make_prompts, read_text, read_texts
 
 pytestmark = pytest.mark.without_vllm
 
@@ -162,10 +165,11 @@ def test_scores_from_vllm() -> None:
         scores_of(flat([*values[:2], [float("nan")] * 3]), first=1)
 
 
-def make_tokenizer(file: Path, special: str | None = None) -> None:
-    """A token for each byte, and perhaps one before every text."""
-    vocabulary = {token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+def make_tokenizer(file: Path, special: str | None = None, without: str = "") -> None:
+    """A token for each byte, but perhaps one, and perhaps one before every text."""
+    vocabulary = {token: i for i, token in enumerate(sorted(set(pre_tokenizers.ByteLevel.alphabet()) - set(without)))}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     if special is not None:
         tokenizer.add_special_tokens([special])
@@ -189,60 +193,123 @@ def make_model(folder: Path, config: dict | None = None, special: str | None = N
 
 
 def test_texts() -> None:
-    readme = (quality.ROOT / "texts" / "README.md").read_text(encoding="utf-8")
-    for name in quality.TEXTS:
+    readme = (prompting.ROOT / "texts" / "README.md").read_text(encoding="utf-8")
+    for name in TEXTS:
         assert f"`{name}.txt`" in readme
-        assert len(quality.read_text(name)) >= 4000
-    assert not any(c.isascii() for c in quality.read_text("chinese") if c.isalpha())
+        assert len(read_text(name)) >= 4000
+    assert not any(c.isascii() for c in read_text("chinese") if c.isalpha())
 
 
 def test_prompts(model: Path, tmp_path: Path) -> None:
-    prompts = quality.make_prompts(model, tokens=21, chunk=10)  # the last of 10, 10, 1 has no token with a context
+    texts = read_texts([])
+    # The last of 10, 10, 1 has no token with a context.
+    prompts = make_prompts(load_tokenizer(model), texts, tokens=21, chunk=10)
     assert [len(ids) for ids in prompts.ids] == [10, 10] * 3
-    assert prompts.first == 1
-    assert list(prompts.texts.items()) == [(name, (2, 18)) for name in quality.TEXTS]
+    assert (prompts.first, prompts.prefix, prompts.positions) == (1, 0, 54)
+    assert list(prompts.texts.items()) == [(name, (2, 18)) for name in TEXTS]
     assert [positions for _, positions in prompts.slices()] == [slice(0, 18), slice(18, 36), slice(36, 54)]
-    with_bos = quality.make_prompts(make_model(tmp_path / "bos", special="<s>"), tokens=21, chunk=10)
+    with_bos = make_prompts(load_tokenizer(make_model(tmp_path / "bos", special="<s>")), texts, tokens=21, chunk=10)
     assert [len(ids) for ids in with_bos.ids] == [11, 11, 2] * 3
     assert {ids[0] for ids in with_bos.ids} == {256}
-    assert dict(with_bos.texts) == dict.fromkeys(quality.TEXTS, (3, 21))
+    assert dict(with_bos.texts) == dict.fromkeys(TEXTS, (3, 21))
     assert with_bos.hashes != prompts.hashes
 
 
-def test_modes_that_this_version_lacks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    others = tuple(variable for variable in envs.VARIABLES if variable.name not in (quality.HADAMARD, envs.LM_HEAD))
+@pytest.mark.parametrize("special", [None, "<s>"])
+def test_places_name_the_predicted_token(special: str | None, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(make_model(tmp_path / "model", special=special))
+    texts = {"a": "abcdefghij", "b": "klmnopqrst"}
+    prompts = make_prompts(tokenizer, texts, tokens=9, chunk=4)
+    places = prompts.places()
+    assert len(places) == prompts.positions == len(prompts.indices())
+    for place, index in zip(places, prompts.indices(), strict=True):
+        assert place.index == index
+        token = tokenizer.decode([prompts.ids[place.prompt][place.index]])
+        assert token == texts[place.text][place.token]
+    assert places[-1] == Place("b", 7 if special is None else 8, len(prompts.ids) - 1, 3 if special is None else 1)
+
+
+def test_without_a_number_short_texts_are_used_whole(model: Path) -> None:
+    tokenizer = load_tokenizer(model)
+    prompts = make_prompts(tokenizer, {"short": "abc" * 100, "long": "abc" * 1000})
+    assert prompts.texts == {"short": (2, 298), "long": (8, 1992)}
+    with pytest.raises(ValueError, match="text 'short' is too short: 300 tokens in this model, --tokens asks for 301"):
+        make_prompts(tokenizer, {"short": "abc" * 100}, tokens=301)
+    with pytest.raises(ValueError, match="text 'a' is too short: 1 tokens in this model, at least 2 are needed"):
+        make_prompts(tokenizer, {"a": "a"})
+
+
+def test_continuation_keeps_spaces_and_split_characters() -> None:
+    tokenizer = Tokenizer(models.Unigram([("<unk>", 0.0), ("\u2581a", -1.0), ("\u2581b", -1.0), ("c", -1.0)], 0))
+    tokenizer.decoder = decoders.Metaspace()
+    assert tokenizer.decode([2]) == "b", "alone, the space is lost"
+    assert prompting.continuation(tokenizer, [1], 2) == " b"
+    assert prompting.continuation(tokenizer, [1], 3) == "c"
+    split = Tokenizer(models.BPE({"\u00c3": 0, "\u00a9": 1}, []))
+    split.decoder = decoders.ByteLevel()
+    assert split.decode([0, 1]) == "\u00e9"
+    assert prompting.continuation(split, [0], 1) == "\u00a9", "the token's own name where it changes what came before"
+
+
+def test_modes_that_this_version_lacks_are_refused(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    target = Target.find(model)
+    others = tuple(variable for variable in envs.VARIABLES if variable.name not in (envs.HADAMARD, envs.LM_HEAD))
     monkeypatch.setattr(envs, "VARIABLES", others)
-    assert list(quality.choose_modes([], [])) == ["bf16", "fp8", "rtn"]
+    assert list(choose_modes([], [], target)) == ["bf16", "fp8", "rtn"]
     with pytest.raises(
         ValueError, match="mode 'hadamard' needs VLLM_W8A8_HADAMARD, which this version of the plugin does not"
     ):
-        quality.choose_modes(["hadamard"], [])
-    added = tuple(envs.Variable(name, "0", "") for name in (quality.HADAMARD, envs.LM_HEAD))
+        choose_modes(["hadamard"], [], target)
+    added = tuple(envs.Variable(name, "0", "") for name in (envs.HADAMARD, envs.LM_HEAD))
     monkeypatch.setattr(envs, "VARIABLES", (*others, added[0]))
-    assert list(quality.choose_modes([], [])) == ["bf16", "fp8", "rtn", "hadamard"]
+    assert list(choose_modes([], [], target)) == ["bf16", "fp8", "rtn", "hadamard"]
     monkeypatch.setattr(envs, "VARIABLES", (*others, *added))
-    assert list(quality.choose_modes([], [])) == ["bf16", "fp8", "rtn", "hadamard", "lmhead"]
-    environments = {name: quality.engine_environment(mode) for name, mode in quality.MODES.items()}
-    assert {name: env.get(quality.HADAMARD) for name, env in environments.items()} == {
-        "bf16": None,
-        "fp8": None,
-        "rtn": "0",
-        "hadamard": "auto",
-        "lmhead": "auto",
-    }
-    assert [name for name, env in environments.items() if env.get(envs.LM_HEAD) == "1"] == ["lmhead"]
+    assert list(choose_modes([], [], target)) == ["bf16", "fp8", "rtn", "hadamard", "lmhead"]
+
+
+def test_environments_of_modes() -> None:
+    environments = {name: quality.engine_environment(mode) for name, mode in MODES.items()}
+
+    def found(variable: str) -> dict[str, str]:
+        return {name: environment[variable] for name, environment in environments.items() if variable in environment}
+
+    with_transform = dict.fromkeys(("hadamard", "lmhead", "kv-int8", "tp-consistent"), "auto")
+    assert found(envs.HADAMARD) == {"rtn": "0"} | with_transform
+    assert found(envs.LM_HEAD) == {"lmhead": "1"}
+    assert found(envs.TP_CONSISTENT_ACTIVATIONS) == {"tp-consistent": "1"}
+    assert [name for name, mode in MODES.items() if "kv_cache_dtype" in mode.engine] == ["kv-int8"]
+
+
+def test_modes_of_a_quantized_folder(tmp_path: Path) -> None:
+    target = Target.find(make_model(tmp_path / "int8", {"quantization_config": {"quant_method": "w8a8"}}))
+    assert list(choose_modes([], [], target)) == ["bf16", "checkpoint"]
+    modes = choose_modes([*MODES], [], target, {"tensor_parallel_size": 2})
+    served = {name for name, mode in modes.items() if mode.served == target}
+    assert served == {"checkpoint", "lmhead", "kv-int8", "tp-consistent"}
+    assert all(mode.served is None for name, mode in modes.items() if name not in served)
+
+
+def test_modes_of_a_gguf_file(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    target = Target.find(tmp_path / "model.gguf")
+    assert (target.kind, target.name) == (Kind.GGUF, "model")
+    modes = choose_modes([], [], target)
+    assert {name: mode.served for name, mode in modes.items()} == {"bf16": None, "rtn": target, "hadamard": target}
+    assert modes["rtn"].engine["quantization"] == "w8a8"
+    (other,) = choose_modes([], [f"mine={tmp_path / 'model.gguf'}"], target).values()
+    assert (other.served, other.engine["quantization"]) == (target, "w8a8")
 
 
 def test_modes_do_not_inherit_a_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else VLLM_W8A8_ENABLE=1 in the user's shell would quantize the reference."""
     monkeypatch.setenv(envs.ENABLE, "1")
-    monkeypatch.setenv(quality.HADAMARD, "64")
+    monkeypatch.setenv(envs.HADAMARD, "64")
     monkeypatch.setenv(envs.LM_HEAD, "1")
     monkeypatch.setenv("VLLM_W8A8_KERNEL", "torch")
-    for mode in [*quality.REFERENCES.values(), quality.MODES["bf16"], Mode(checkpoint=Path("x"))]:
+    for mode in [*REFERENCES.values(), MODES["bf16"], Mode(served=Target(Path("x"), Kind.QUANTIZED))]:
         environment = quality.engine_environment(mode)
         assert envs.ENABLE not in environment
-        assert quality.HADAMARD not in environment
+        assert envs.HADAMARD not in environment
         assert envs.LM_HEAD not in environment
         assert environment["VLLM_W8A8_KERNEL"] == "torch"
 
@@ -255,14 +322,19 @@ def test_modes_do_not_inherit_a_mode(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"dtype": "bfloat16", "quantization": "w8a8"}, "bf16", "vLLM ran it with quantization w8a8, expected None"),
         ({"dtype": "bfloat16", "quantization": "w8a8"}, "rtn", None),
         ({"dtype": "bfloat16", "quantization": "fp8_per_tensor"}, "fp8", None),
+        (
+            {"dtype": "bfloat16", "quantization": "w8a8", "kv_cache_dtype": "auto"},
+            "kv-int8",
+            "vLLM ran it with kv_cache_dtype auto, expected int8_per_token_head",
+        ),
     ],
 )
 def test_what_ran_is_what_was_asked_for(report: dict, mode: str, message: str | None) -> None:
     if message is None:
-        quality._check_report(report, quality.MODES[mode], "")
+        quality._check_report(report, MODES[mode], "")
     else:
         with pytest.raises(quality.EngineFailed, match=message):
-            quality._check_report(report, quality.MODES[mode], "")
+            quality._check_report(report, MODES[mode], "")
 
 
 ABORTED = """
@@ -304,6 +376,38 @@ def test_an_engine_out_of_time_leaves_no_process() -> None:
     pytest.fail(f"process {log.strip()} still runs")
 
 
+def test_a_running_process_is_looked_at() -> None:
+    seen = []
+    assert quality._run(["sleep", "1.2"], dict(os.environ), 30, lambda: seen.append(0))[0] == 0
+    assert len(seen) >= 2
+
+
+def test_progress_comes_from_the_engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stands in for the engine's process: reads the job, counts prompts in a file, and leaves scores and a report."""
+    target, tokenizer = Target.find(model), load_tokenizer(model)
+    job = Job(target, make_prompts(tokenizer, read_texts([]), tokens=30), tokenizer)
+    told = []
+
+    def run(command: list[str], env: dict, timeout_s: float, look: Callable[[], None]) -> tuple[int, str]:
+        job_file, scores_file, report_file = map(Path, command[-3:])
+        asked = json.loads(job_file.read_text())
+        assert asked["engine"]["model"] == str(model)
+        look()
+        for _ in asked["prompts"]:
+            with open(asked["progress"], "ab") as progress:
+                progress.write(b".")
+            look()
+        scores(logits(0, 300), truth(300), 300).save(scores_file)
+        report_file.write_text(json.dumps({"dtype": "bfloat16", "quantization": None}))
+        return 0, ""
+
+    monkeypatch.setattr(quality, "_run", run)
+    found, report = quality.score(job, MODES["bf16"], told.append)
+    assert told == [1, 2, 3]
+    assert len(found) == POSITIONS
+    assert report["dtype"] == "bfloat16"
+
+
 class Engines:
     """Stands in for the engines: answers by mode, and remembers who was asked."""
 
@@ -311,18 +415,19 @@ class Engines:
         self.ran: list[str] = []
         self.fails: dict[str, BaseException] = {}
 
-    def __call__(self, job: Job, mode: Mode) -> tuple[Scores, dict]:
-        registry = {**{f"reference {name}": m for name, m in quality.REFERENCES.items()}, **quality.MODES}
+    def __call__(self, job: Job, mode: Mode, tell: Callable[[int], None]) -> tuple[Scores, dict]:
+        registry = {**{f"reference {name}": m for name, m in REFERENCES.items()}, **MODES}
         known = [name for name, other in registry.items() if other is mode]
-        (name,) = known or [mode.checkpoint.name]
+        (name,) = known or [mode.served.name]
         self.ran.append(name)
+        tell(1)
         if name in self.fails:
             raise self.fails[name]
-        positions = sum(n for _, n in job.prompts.texts.values())
-        p = torch.randn(positions, 300, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        noise = torch.randn(positions, 300, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        positions = job.prompts.positions
+        p = torch.randn(positions, 256, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        noise = torch.randn(positions, 256, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         q = p if name.startswith("reference") else p + (0.01 if name == "bf16" else 0.3) * noise
-        return scores(q, torch.zeros(positions, dtype=torch.int64), 300), {
+        return scores(q, torch.zeros(positions, dtype=torch.int64), 256), {
             "dtype": "d",
             "quantization": None,
             "device": "none",
@@ -341,42 +446,87 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
 @pytest.fixture
 def command(model: Path, tmp_path: Path) -> Callable[..., Result]:
     def run(*arguments: str) -> Result:
-        out = [] if "--out" in arguments else ["--out", str(tmp_path / "out.json")]
-        return CliRunner().invoke(quality.app, [str(model), "--tokens", "30", *arguments, *out], env={"COLUMNS": "120"})
+        arguments = [str(model), "--tokens", "30", *arguments, "--out", str(tmp_path / "out")]
+        return CliRunner().invoke(cli.app, ["eval", *arguments], env={"COLUMNS": "120"})
 
     return run
 
 
+def content(tmp_path: Path, file: str = "eval.json") -> dict:
+    return json.loads((tmp_path / "out" / file).read_text())
+
+
 def cells(tmp_path: Path) -> dict[tuple[str, str], dict]:
-    return {(c["mode"], c["reference"]): c for c in json.loads((tmp_path / "out.json").read_text())["cells"]}
+    return {(c["mode"], c["reference"]): c for c in content(tmp_path)["cells"]}
 
 
 def test_result_file(command: Callable[..., Result], engines: Engines, tmp_path: Path) -> None:
     result = command("--mode", "bf16", "--mode", "rtn", "--reference", "fp32", "--reference", "bf16", "--name", "tiny")
     assert result.exit_code == 0, result.output
     assert engines.ran == ["reference fp32", "reference bf16", "bf16", "rtn"]
-    assert result.output.splitlines()[-1] == str(tmp_path / "out.json")
-    content = json.loads((tmp_path / "out.json").read_text())
-    assert (content["model"], content["commit"], content["versions"]["vllm"]) == ("tiny", "abc", "0.32.0")
-    assert content["texts"]["code"]["positions"] == 29
+    assert str(tmp_path / "out" / "eval.json") in result.output.splitlines()
+    head = content(tmp_path)
+    assert (head["model"], head["against"], head["commit"]) == ("tiny", "Tiny-1B", "abc")
+    assert head["versions"]["vllm"] == "0.32.0"
+    assert head["texts"]["code"]["positions"] == 29
     assert list(cells(tmp_path)) == [(m, r) for m in ("bf16", "rtn") for r in ("fp32", "bf16")]
     cell = cells(tmp_path)["rtn", "fp32"]
     assert {"ppl", "ppl_ref", "kl_mean", "kl_p99", "top1", "top5"} <= cell.keys()
     assert cell["positions"] == 87
     assert cell["kl_mean"] == pytest.approx(np.mean([text["kl_mean"] for text in cell["texts"].values()]), rel=1e-4)
-    assert list(cell["texts"]) == list(quality.TEXTS)
+    assert list(cell["texts"]) == list(TEXTS)
     assert cells(tmp_path)["bf16", "fp32"]["kl_mean"] < 0.01 * cell["kl_mean"]
 
 
-def test_default_file(
+def test_worst_positions(command: Callable[..., Result], engines: Engines, model: Path, tmp_path: Path) -> None:
+    assert command("--mode", "rtn").exit_code == 0
+    (cell,) = content(tmp_path)["cells"]
+    prompts = make_prompts(load_tokenizer(model), read_texts([]), tokens=30)
+    (p, _), (q, _) = (engines(SimpleNamespace(prompts=prompts), mode, id) for mode in (REFERENCES["fp32"], MODES["rtn"]))
+    kl = divergence(p, q, 512).kl
+    assert len(cell["worst"]) == quality.WORST
+    assert [place["kl"] for place in cell["worst"]] == pytest.approx(np.sort(kl)[::-1][: quality.WORST], rel=1e-3)
+    worst, at = cell["worst"][0], int(kl.argmax())
+    text = read_text(worst["text"])[:30]
+    assert worst["context"] + worst["next"] == text[: worst["token"] + 1][-len(worst["context"]) - 1 :]
+    tokenizer = load_tokenizer(model)
+    assert worst["reference_top"] == prompting.continuation(tokenizer, [], int(p.token_ids[at, 0]))
+    assert worst["top"] == prompting.continuation(tokenizer, [], int(q.token_ids[at, 0]))
+    assert worst["top_p"] == pytest.approx(np.exp(q.logprobs[at, 0]), rel=1e-3)
+    groups = cell["kl_by_index"]
+    assert groups["first"] == [1, 11, 21]
+    assert groups["mean"][2] == pytest.approx(kl.reshape(3, 29)[:, 20:].mean(), rel=1e-3)
+    assert groups["p99"][0] == pytest.approx(np.percentile(kl.reshape(3, 29)[:, :10], 99), rel=1e-3)
+    assert sum(cell["differences"]["counts"]) == 87
+
+
+def test_histogram() -> None:
+    values = np.random.default_rng(0).normal(size=5000)
+    values[0] = 100.0
+    found = histogram(values, bins=5)
+    edges, counts = found["edges"], found["counts"]
+    assert 3 <= edges[-1] <= 4, "one value far out does not spread the bins"
+    assert edges == [-edge for edge in reversed(edges)]
+    assert sum(counts) == 5000
+    assert counts[2] == ((edges[2] <= values) & (values < edges[3])).sum()
+    assert histogram(np.zeros(9))["counts"][25] == 9
+
+
+def test_default_folder(
     command: Callable[..., Result], engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(quality.app, ["Tiny-1B", "--tokens", "30", "--mode", "bf16"])
+    result = CliRunner().invoke(cli.app, ["eval", "Tiny-1B", "--tokens", "30", "--mode", "bf16"])
     assert result.exit_code == 0, result.output
-    (file,) = (tmp_path / "benchmarks" / "results").iterdir()
-    assert file.name.startswith("quality-tiny-1b-20")
-    assert file.suffix == ".json"
+    assert {"eval.json", "eval.md"} <= {file.name for file in (tmp_path / "eval-tiny-1b").iterdir()}
+
+
+def test_own_texts(command: Callable[..., Result], engines: Engines, tmp_path: Path) -> None:
+    file = tmp_path / "mine.txt"
+    file.write_text("words and words, again and again\n" * 4)
+    assert command("--mode", "rtn", "--text", str(file)).exit_code == 0
+    assert list(content(tmp_path)["texts"]) == ["mine"]
+    assert (content(tmp_path)["cells"][0]["positions"]) == 29
 
 
 def test_goes_on_where_it_stopped(command: Callable[..., Result], engines: Engines, tmp_path: Path) -> None:
@@ -384,13 +534,14 @@ def test_goes_on_where_it_stopped(command: Callable[..., Result], engines: Engin
     result = command("--mode", "bf16", "--mode", "rtn")
     assert result.exit_code == 130
     assert "interrupted: what was measured is in" in result.output
-    assert list(cells(tmp_path)) == [("bf16", "fp32")]
-    first = cells(tmp_path)["bf16", "fp32"]
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["eval.partial.json"], "nothing looks finished"
+    (first,) = content(tmp_path, "eval.partial.json")["cells"]
     engines.fails.clear()
     engines.ran.clear()
     assert command("--mode", "bf16", "--mode", "rtn").exit_code == 0
     assert engines.ran == ["reference fp32", "rtn"]
     assert cells(tmp_path)["bf16", "fp32"] == first
+    assert not (tmp_path / "out" / "eval.partial.json").exists()
     engines.ran.clear()
     assert command("--mode", "bf16", "--mode", "rtn").exit_code == 0
     assert engines.ran == []
@@ -404,7 +555,7 @@ def test_interrupted_before_anything_is_measured(command: Callable[..., Result],
     result = command("--mode", "bf16", "--reference", "FP32")
     assert result.exit_code == 130
     assert result.output.splitlines()[-1] == "interrupted: nothing was measured yet"
-    assert not (tmp_path / "out.json").exists()
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_failed_mode_loses_no_other(command: Callable[..., Result], engines: Engines, tmp_path: Path) -> None:
@@ -419,14 +570,14 @@ def test_a_failed_mode_loses_no_other(command: Callable[..., Result], engines: E
     engines.fails.clear()
     assert command("--mode", "rtn", "--mode", "bf16").exit_code == 0
     assert set(cells(tmp_path)) == {("bf16", "fp32"), ("rtn", "fp32")}
-    assert json.loads((tmp_path / "out.json").read_text())["failed"] == []
+    assert content(tmp_path)["failed"] == []
 
 
 def test_stock_modes_may_be_missing(command: Callable[..., Result], engines: Engines, tmp_path: Path) -> None:
     engines.fails["fp8"] = quality.EngineFailed("RuntimeError: no fp8 here", "")
     assert command("--mode", "fp8", "--mode", "bf16").exit_code == 0
     reason = {"mode": "fp8", "reason": "RuntimeError: no fp8 here"}
-    assert json.loads((tmp_path / "out.json").read_text())["failed"] == [reason]
+    assert content(tmp_path)["failed"] == [reason]
     engines.ran.clear()
     result = command("--mode", "fp8", "--mode", "bf16")
     assert "fp8: does not run here: RuntimeError: no fp8 here" in result.output
@@ -475,17 +626,26 @@ def test_figures_of_other_code_are_not_continued(
 
 
 def test_files_of_others_are_left_alone(command: Callable[..., Result], engines: Engines, tmp_path: Path) -> None:
-    (tmp_path / "out.json").write_text('["mine"]')
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "eval.json").write_text('["mine"]')
     result = command("--mode", "bf16", "--force")
     assert result.exit_code == 1
-    assert "is no result of this command: name another file with --out" in result.output
-    assert (tmp_path / "out.json").read_text() == '["mine"]'
+    assert "is no result of this command: name another folder with --out" in result.output
+    assert (tmp_path / "out" / "eval.json").read_text() == '["mine"]'
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--mode", "fp4"], "unknown mode 'fp4': expected one of bf16, fp8, rtn, hadamard, lmhead"),
+        (["--mode", "fp4"], f"unknown mode 'fp4': expected one of {', '.join(MODES)};"),
+        (["--mode", "checkpoint"], "mode 'checkpoint' serves a quantized folder as it is"),
+        (
+            ["--mode", "kv-int8"],
+            "mode 'kv-int8' keeps the KV cache in int8 (int8_per_token_head), which vLLM does on GPUs",
+        ),
+        (["--mode", "tp-consistent"], "mode 'tp-consistent' changes nothing on one rank: add --engine"),
+        (["--against", "/none"], "--against /none: there is no such folder"),
+        (["--text", "/none.txt"], "--text /none.txt cannot be read: No such file or directory"),
         (["--checkpoint", "rotate"], "--checkpoint 'rotate': expected NAME=PATH"),
         (["--checkpoint", "rtn=elsewhere"], "there already is a mode 'rtn', choose another name"),
         (["--checkpoint", "rotate=/none"], "--checkpoint 'rotate=/none': there is no such folder"),
@@ -495,14 +655,46 @@ def test_files_of_others_are_left_alone(command: Callable[..., Result], engines:
     ],
 )
 def test_one_line_errors_before_any_engine(
-    arguments: list[str], message: str, command: Callable[..., Result], engines: Engines, tmp_path: Path
+    arguments: list[str],
+    message: str,
+    command: Callable[..., Result],
+    engines: Engines,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(quality_command, "_has_gpu", lambda: False)
     result = command(*arguments)
     assert result.exit_code == 1
     assert message in result.output
     assert len(result.output.strip().splitlines()) == 1
     assert engines.ran == []
-    assert not (tmp_path / "out.json").exists()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "mine.txt is empty: expected a text"),
+        (b" \n", "mine.txt is empty: expected a text"),
+        (b"\xff\xfe", "mine.txt is not UTF-8"),
+    ],
+)
+def test_wrong_texts(content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        read_texts([tmp_path / "mine.txt"])
+
+
+def test_texts_need_different_names(tmp_path: Path) -> None:
+    files = [tmp_path / "a.txt", tmp_path / "a.md"]
+    for file in files:
+        file.write_text("words")
+    with pytest.raises(ValueError, match="another text is called 'a', too"):
+        read_texts(files)
+
+
+def test_kv_int8_needs_a_gpu(model: Path) -> None:
+    assert list(choose_modes(["kv-int8"], [], Target.find(model), gpu=True)) == ["kv-int8"]
 
 
 @pytest.mark.parametrize(
@@ -513,12 +705,21 @@ def test_one_line_errors_before_any_engine(
         ("no JSON", "Tiny-1B/config.json is not JSON: Expecting"),
         ("no object", "Tiny-1B/config.json holds no JSON object"),
         ("no tokenizer", "has no tokenizer.json"),
-        ("quantized", "is quantized: expected the unquantized model"),
-        ("other tokenizer", "checkpoint 'rotate' has another tokenizer than the model"),
+        ("broken tokenizer", "tokenizer.json cannot be read"),
+        ("quantized", "is quantized: name the unquantized model's folder with --against"),
+        ("quantized reference", "is quantized: expected the unquantized model that others are measured by"),
+        ("GGUF", "model.gguf is a GGUF file: name the unquantized model's folder (`vllm-w8a8 convert"),
+        ("GGUF reference", "model.gguf is a GGUF file, which vLLM runs quantized alone: make a folder of it"),
+        ("no GGUF", "model.gguf does not exist"),
+        (
+            "other tokenizer",
+            "other has another vocabulary than the reference (255 and 256 tokens; text 'english' differs from",
+        ),
     ],
 )
 def test_wrong_models(what: str, message: str, model: Path, engines: Engines, tmp_path: Path) -> None:
-    arguments = [str(model), "--mode", "bf16", "--tokens", "30", "--out", str(tmp_path / "out.json")]
+    arguments = [str(model), "--mode", "bf16", "--tokens", "30", "--out", str(tmp_path / "out")]
+    quantized = {"quantization_config": {"quant_method": "w8a8"}}
     if what == "no folder":
         arguments[0] = str(tmp_path / "none")
     elif what == "no config":
@@ -527,24 +728,120 @@ def test_wrong_models(what: str, message: str, model: Path, engines: Engines, tm
         (model / "config.json").write_text('{"a": ' if what == "no JSON" else "[]")
     elif what == "no tokenizer":
         (model / "tokenizer.json").unlink()
+    elif what == "broken tokenizer":
+        (model / "tokenizer.json").write_text("{}")
     elif what == "quantized":
-        (model / "config.json").write_text('{"quantization_config": {"quant_method": "w8a8"}}')
+        (model / "config.json").write_text(json.dumps(quantized))
+    elif what == "quantized reference":
+        arguments += ["--against", str(make_model(tmp_path / "int8", quantized))]
+    elif "GGUF" in what:
+        file = tmp_path / "model.gguf"
+        if what != "no GGUF":
+            file.touch()
+        arguments += ["--against", str(file)] if what == "GGUF reference" else []
+        arguments[0] = str(file) if what != "GGUF reference" else arguments[0]
     else:
-        arguments += ["--checkpoint", f"rotate={make_model(tmp_path / 'other', special='<s>')}"]
-    result = CliRunner().invoke(quality.app, arguments)
+        other = make_model(tmp_path / "other")
+        make_tokenizer(other / "tokenizer.json", without="e")
+        arguments += ["--checkpoint", f"rotate={other}"]
+    result = CliRunner().invoke(cli.app, ["eval", *arguments])
     assert result.exit_code == 1
     assert message in result.output
+    assert len(result.output.strip().splitlines()) == 1
     assert engines.ran == []
 
 
 def test_results_are_written_whole(tmp_path: Path) -> None:
-    results = Results.open(tmp_path / "deep" / "out.json", {"model": "m"})
+    results = Results.open(tmp_path / "deep" / "out", {"model": "m"})
     results.add({"mode": "bf16", "reference": "fp32", "texts": {}})
-    assert [file.name for file in (tmp_path / "deep").iterdir()] == ["out.json"]
-    again = Results.open(tmp_path / "deep" / "out.json", {"model": "m"})
-    assert again.cells == results.cells
+    assert [file.name for file in results.folder.iterdir()] == ["eval.partial.json"]
+    assert Results.open(results.folder, {"model": "m"}).cells == results.cells
+    results.finish()
+    assert [file.name for file in results.folder.iterdir()] == ["eval.json"]
+    assert Results.open(results.folder, {"model": "m"}).cells == results.cells
+    with pytest.raises(ValueError, match="is a file: name a folder with --out"):
+        Results.open(results.file, {"model": "m"})
 
 
 def test_positions_of_texts() -> None:
     prompts = Prompts([], 1, {"a": (1, 3), "b": (2, 5)}, {})
     assert list(prompts.slices()) == [("a", slice(0, 3)), ("b", slice(3, 8))]
+
+
+def test_help_names_every_mode() -> None:
+    said = CliRunner().invoke(cli.app, ["eval", "--help"], env={"COLUMNS": "200"}).output
+    assert all(name in said for name in MODES)
+
+
+CONTENT = {
+    "model": "A|B",
+    "against": "C",
+    "versions": {"vllm": "0.32.0", "triton": None},
+    "commit": "abc",
+    "settings": {"chunk": 250, "support": 512, "engine": {"tensor_parallel_size": 2}, "environment": {}},
+    "texts": {"one": {"positions": 10}, "two": {"positions": 20}},
+    "cells": [],
+    "failed": [{"mode": "fp8", "reason": "no | fp8"}],
+}
+
+
+def synthetic(mode: str, difference: float) -> dict:
+    """A cell as `quality.cell` makes it."""
+    values = {"ppl": 11.0, "ppl_ratio": 1.1, "kl_mean": 0.01, "kl_p99": 0.2, "top1": 0.9, "top5": 0.95}
+    place = {"text": "one", "token": 4, "context": "a `b`\n|c", "next": " d", "kl": 1.5}
+    tops = {"reference_top": "\x1b[2J", "reference_top_p": 0.5, "top": "``f``", "top_p": 0.25}
+    return {
+        "mode": mode,
+        "reference": "fp32",
+        **values,
+        "texts": {"one": values, "two": values},
+        "worst": [place | tops],
+        "kl_by_index": {"first": [1, 11], "mean": [0.01, 0.02], "p99": [0.1, 0.3]},
+        "differences": histogram(difference * np.linspace(-1, 1, 100)),
+        "device": "CPU",
+    }
+
+
+def test_markdown() -> None:
+    said = quality_report.markdown(CONTENT | {"cells": [synthetic("rtn", 1.0)]}, "eval.png").splitlines()
+    assert said[0] == "# What quantization costs: A\\|B against C"
+    assert "| rtn | fp32 | all | 11.000 | 1.1000 | 0.01000 | 0.2000 | 90.0 % | 95.0 % |" in said
+    assert "|  |  | two | 11.000 | 1.1000 | 0.01000 | 0.2000 | 90.0 % | 95.0 % |" in said
+    assert any(line.startswith("![") and line.endswith("(eval.png)") for line in said)
+    assert '- fp8: `"no \\| fp8"`' in said
+    worst = '| one | 4 | 1.500 | ``"a `b`\\n\\|c"`` | `" d"` | `"\\x1b[2J"` 50 % | ```"``f``"``` 25 % |'
+    assert worst in said
+    columns = {line.replace("\\|", "").count("|") for line in said if line.startswith("| text") or line == worst}
+    assert columns == {8}
+    assert "one (10 positions), two (20 positions)" in "".join(said)
+    assert "vllm 0.32.0. Commit: abc" in "".join(said)
+    assert "{'tensor_parallel_size': 2}" in "".join(said)
+
+
+def test_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: `make test` installs it")
+    from matplotlib.image import imread
+
+    sizes = {}
+    for modes in ((), ("rtn",)):
+        cells = [synthetic("bf16", 0.1), *(synthetic(mode, 1.0) for mode in modes)]
+        assert quality_report.plot(CONTENT | {"cells": cells}, tmp_path / f"{len(cells)}.png")
+        picture = imread(tmp_path / f"{len(cells)}.png")[..., :3]
+        # Colours of the lines: blue is the first mode's, orange the second's.
+        sizes[len(cells)] = int(((picture[..., 0] > 0.9) & (picture[..., 2] < 0.2)).sum())
+    assert sizes[1] == 0
+    assert sizes[2] >= 500
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["1.png", "2.png"]
+
+
+def test_without_matplotlib_there_is_no_plot(
+    command: Callable[..., Result], engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plots, "matplotlib_figures", lambda: None)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "eval.png").write_bytes(b"older figures")
+    result = command("--mode", "bf16")
+    assert result.exit_code == 0, result.output
+    assert f"note: no plot, as matplotlib is not installed: {plots.INSTALL}" in result.output
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["eval.json", "eval.md"]
+    assert "![" not in (tmp_path / "out" / "eval.md").read_text()

@@ -58,12 +58,12 @@ def read_tokens(source: Source, path: Path | None = None) -> Tokens:
         raise ConversionError(f"calibration text {file} cannot be read: {error}") from None
     with model_folder(source) as folder:
         try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         except Exception as error:  # whatever a damaged or foreign tokenizer raises
             if not any(name in source.side_files for name in TOKENIZER_FILES):
                 raise ConversionError(
-                    f"{source.path} has no tokenizer, with which --equalize and --quality read a text: it has none of "
-                    f"{', '.join(TOKENIZER_FILES)}. Copy the tokenizer's files of the original model into that folder"
+                    f"{source.path} has no tokenizer, with which --equalize, --quality and --activations read a text: it has "
+                    f"none of {', '.join(TOKENIZER_FILES)}. Copy the tokenizer's files of the original model into that folder"
                 ) from None
             reason = " ".join(str(error).split())  # some are several lines long
             raise ConversionError(
@@ -91,7 +91,9 @@ def require_transformers():
     try:
         import transformers
     except ImportError:
-        raise ConversionError("--equalize and --quality run the model with transformers: pip install transformers") from None
+        raise ConversionError(
+            "--equalize, --quality and --activations run the model with transformers: pip install transformers"
+        ) from None
     return transformers
 
 

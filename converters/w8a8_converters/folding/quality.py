@@ -174,7 +174,7 @@ def try_all(
     spent = untying if best.rotation and best.rotation.untied else 0
     kept = choose_kept(costs, chosen.saved, budget - spent, chosen.output_bytes)
     if kept:
-        groups = _groups(costs)
+        groups = joint_layers(costs)
         candidates.append(measure(replace(best, keep=tuple(name for group in kept for name in groups[group]))))
         best = choose(candidates)
     kept = kept if best.keep else {}
@@ -226,7 +226,7 @@ def choose_kept(
         layers that vLLM runs as one, by their common name, the dearest first -> (bytes, predicted cost).
     """
     total = sum(costs.values())
-    groups = _groups(costs).items()
+    groups = joint_layers(costs).items()
     sums = {group: (sum(saved[name] for name in names), sum(costs[name] for name in names)) for group, names in groups}
     kept = {}
     for group, (size, cost) in sorted(sums.items(), key=lambda item: -item[1][1] / max(1, item[1][0])):
@@ -236,7 +236,7 @@ def choose_kept(
     return kept
 
 
-def _groups(names: Iterable[str]) -> dict[str, list[str]]:
+def joint_layers(names: Iterable[str]) -> dict[str, list[str]]:
     """Layers that are quantized all or none: the experts of a layer, and what vLLM fuses."""
     groups = expert_groups(names)
     others = [name for name in names if not any(name.startswith(f"{experts}.") for experts in groups)]

@@ -114,9 +114,10 @@ class Streamer:
         self.model = model
         try:
             with model_folder(source) as folder:
-                config = transformers.AutoConfig.from_pretrained(folder).get_text_config()
+                config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
             with _parameters_on_meta():
-                causal = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+                auto = transformers.AutoModelForCausalLM
+                causal = auto.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
             self._decoder = causal.get_decoder()
             self._decoder.layers, self._decoder.norm, self._decoder.embed_tokens  # noqa: B018
         except Exception as error:  # whatever a library raises for a model that it does not know

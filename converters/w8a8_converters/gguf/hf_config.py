@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from w8a8_converters.checkpoint import TOKENIZER_FILES, read_config
+from w8a8_converters.checkpoint import TOKENIZER_FILES, check_side_file, read_config
 from w8a8_converters.errors import ConversionError
 
 _BESIDE_A_TOKENIZER = (
@@ -48,11 +48,12 @@ class HFConfigFolder:
         self.path = folder
         self._config = read_config(folder)
         names = [*TOKENIZER_FILES, *_BESIDE_A_TOKENIZER]
-        tokenizer = {str(path.relative_to(folder)): path for name in names for path in sorted(folder.glob(name))}
+        found = (path for name in names for path in sorted(folder.glob(name)))
+        tokenizer = {str(path.relative_to(folder)): check_side_file(folder, path) for path in found}
         self.has_tokenizer = any(name in tokenizer for name in TOKENIZER_FILES)
         self.side_files: dict[str, Path] = tokenizer if self.has_tokenizer else {}
         if (folder / _GENERATION).is_file():
-            self.side_files[_GENERATION] = folder / _GENERATION
+            self.side_files[_GENERATION] = check_side_file(folder, folder / _GENERATION)
 
     def config_for(self, file: Path, metadata_config: dict[str, Any]) -> dict[str, Any]:
         """The folder's config.json, with the dtype and, where it has none, the special token ids of the metadata's.

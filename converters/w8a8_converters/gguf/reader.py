@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from gguf import GGUFValueType
 
+from w8a8_converters.checkpoint import within
 from w8a8_converters.errors import BrokenFileError, ConversionError
 from w8a8_converters.gguf.tensor_types import BLOCK_SIZES, TensorType
 
@@ -351,7 +352,7 @@ def _open_parts(path: Path) -> list[_Part]:
             f"{path} is one of {count} parts, and {path.parent} lacks {len(missing)} of them: {', '.join(missing[:3])}"
             f"{', ...' if len(missing) > 3 else ''}; download them"
         )
-    parts = [named if other == path else _Part(other, i) for i, other in enumerate(paths)]
+    parts = [named if other == path else _Part(within(path.parent, other), i) for i, other in enumerate(paths)]
     _check_parts(parts)
     return parts
 

@@ -1,6 +1,5 @@
 """A quantized Hugging Face checkpoint seen as the unquantized model that it stands for."""
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from w8a8_converters.checkpoint import DTYPE_NAMES, W8A8_ALREADY, HuggingFaceSource, TensorInfo
+from w8a8_converters.checkpoint import DTYPE_NAMES, W8A8_ALREADY, HuggingFaceSource, TensorInfo, read_json, within
 from w8a8_converters.errors import BrokenFileError, ConversionError
 from w8a8_converters.layers import is_quantized_by_default, module_of
 from w8a8_converters.quantized.awq import Awq
@@ -190,10 +189,7 @@ def _settings(stored: HuggingFaceSource) -> dict[str, Any]:
 def _read_settings(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    try:
-        content = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise BrokenFileError(f"{path} is not JSON: {error}; copy it again") from None
+    content = read_json(within(path.parent, path), unique=False)
     if not isinstance(content, dict):
         raise BrokenFileError(f"{path} must hold an object, got a {type(content).__name__}; copy it again")
     return content
