@@ -133,15 +133,15 @@ def _diagnose_attention(result: Diagnosis) -> None:
     from vllm_w8a8_plugin.attention import prefill, registration
 
     name = "attention backend"
-    if not current_platform.is_cuda():
-        result.facts.append((name, "for NVIDIA GPUs; here attention stays on vLLM's own"))
-        return
     try:
         asked = f"with W8A8 ({envs.ATTENTION}=1), or " if envs.attention() else ""
         choice = prefill.choose_here(envs.prefill_attention(), prefill.Layer(head_size=128), torch.bfloat16)
     except ValueError as error:
         if str(error) not in result.problems:
             result.problems.append(str(error))
+        return
+    if not current_platform.is_cuda():
+        result.facts.append((name, "for NVIDIA GPUs; here attention stays on vLLM's own"))
         return
     result.facts.append(
         (

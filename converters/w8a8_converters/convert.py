@@ -114,7 +114,7 @@ def convert(
         _check_values(plan, source, progress)
 
         report = Report(
-            source=str(src),
+            source=str(src.resolve()),
             output=str(out),
             format=format,
             source_bytes=sum(path.stat().st_size for path in source.files),

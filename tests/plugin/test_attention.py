@@ -902,3 +902,21 @@ def test_the_doctors_line(
         "problem " + p for p in result.problems
     ]
     assert line.startswith(said)
+
+
+def test_an_int8_cache_is_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's CPU attention takes the option, and answers with noise."""
+    from types import SimpleNamespace
+
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cuda():
+        pytest.skip("this machine has the GPU that the cache is for")
+    arguments = SimpleNamespace(
+        model="model", attention_backend="CUSTOM", attention_config=None, kv_cache_dtype="int8_per_token_head"
+    )
+    monkeypatch.setattr(registration, "registered", lambda: registration.CLASS_PATH)
+    with pytest.raises(ValueError, match="int8_per_token_head: got a device without NVIDIA GPU"):
+        registration.select(arguments, asked=False)
+    arguments.kv_cache_dtype = "auto"
+    registration.select(arguments, asked=False)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from vllm_w8a8_plugin import compat
-from vllm_w8a8_plugin.attention import unsupported
+from vllm_w8a8_plugin.attention import INT8_CACHE, unsupported
 
-INT8 = "int8_per_token_head"
+INT8 = INT8_CACHE
 SCALE_BYTES = 4
 BLOCK_SIZE_MULTIPLE = 16
 

@@ -3,6 +3,7 @@
 import logging
 
 from vllm_w8a8_plugin import envs, log
+from vllm_w8a8_plugin.attention import INT8_CACHE
 
 NAME = "CUSTOM"  # vLLM's member for backends of others
 CLASS_PATH = "vllm_w8a8_plugin.attention.backend.W8A8AttentionBackend"
@@ -48,7 +49,7 @@ def select(engine_args, asked: bool) -> None:
         asked: whether the model is served in W8A8, or VLLM_W8A8_ENABLE is set.
 
     Raises:
-        ValueError: the model asks for W8A8, and the variable is neither a yes nor a no.
+        ValueError: W8A8 is asked for, and the variable is neither a yes nor a no; or an int8 cache is asked for on a CPU.
     """
     chosen = _chosen(engine_args)
     wanted = envs.attention() if asked else _attention_is_asked_for()
@@ -67,6 +68,12 @@ def select(engine_args, asked: bool) -> None:
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda():
+        if engine_args.kv_cache_dtype == INT8_CACHE:
+            # vLLM's CPU attention takes the option and answers with noise (0.32).
+            raise ValueError(
+                f"--kv-cache-dtype {INT8_CACHE}: got a device without NVIDIA GPU, expected one, as the kernels that read such "
+                "a cache are for these: leave the option out"
+            )
         log.once("W8A8: the attention backend is for NVIDIA GPUs; here attention stays on vLLM's own", logging.WARNING)
         return
     if chosen is None:
