@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from statistics import geometric_mean
 
 import torch
 from gpu_timing import RESULTS, copy_bandwidth, provenance, require_gpu_tests
@@ -146,10 +147,6 @@ def in_process(own: bool, out: Path) -> list[dict]:
     env = os.environ | ({} if own else {"DISABLE_MMA_V3": "1"})
     subprocess.run([sys.executable, __file__, "--child", str(out), *(["--own"] if own else [])], env=env, check=True)
     return json.loads(out.read_text())
-
-
-def geometric_mean(values: list[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
 
 
 def summary(cells: list[dict], copy_bytes_per_s: float) -> dict:

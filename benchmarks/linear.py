@@ -10,9 +10,9 @@ Writes benchmarks/results/linear-<gpu>-<date>.json.
 
 import argparse
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
+from statistics import geometric_mean
 
 import torch
 from gpu_timing import RESULTS, copy_bandwidth, provenance, require_gpu_tests
@@ -114,10 +114,6 @@ def best_peer(cell: dict) -> tuple[str, float]:
 def ratio(cell: dict) -> float:
     """Our time over the best peer's."""
     return cell["us"]["ours"] / best_peer(cell)[1]
-
-
-def geometric_mean(values: list[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
 
 
 def show(cell: dict, before: dict[tuple[int, int, int], dict]) -> None:

@@ -8,11 +8,11 @@ changes nothing and fails where one differs.
 
 import argparse
 import json
-import math
 import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from statistics import geometric_mean
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -37,10 +37,6 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     lines.append(["---"] * len(lines[0]))
     lines += [list(row) for row in rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def geometric_mean(values: list[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
 
 
 def linear() -> str:

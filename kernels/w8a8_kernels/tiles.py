@@ -81,9 +81,14 @@ def max_shared_bytes(capability: tuple[int, int]) -> int:
     return MAX_SHARED_BYTES.get(capability, SMALL_MAX_SHARED_BYTES)
 
 
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is no smaller than n, from 1."""
+    return 1 << (n - 1).bit_length()
+
+
 def bucket_of(M: int) -> int:
-    """M, from 1, to the next power of two."""
-    return 1 << (M - 1).bit_length()
+    """The bucket of M rows, from 1: the next power of two."""
+    return power_of_two(M)
 
 
 def file_name(device_name: str) -> str:

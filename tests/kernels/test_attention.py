@@ -5,10 +5,11 @@ import pytest
 import torch
 
 from w8a8_kernels.attention import int8_cache_views, page_bytes, write_cache
-from w8a8_kernels.attention.config import AttentionPlan, AttentionTile, power_of_two
+from w8a8_kernels.attention.config import AttentionPlan, AttentionTile
 from w8a8_kernels.attention.launch import paged_attention
 from w8a8_kernels.attention.reference import paged_attention_reference
 from w8a8_kernels.quantize.reference import quantize_reference
+from w8a8_kernels.tiles import power_of_two
 
 SMALL = AttentionTile(block_m=16, block_n=16, num_warps=4, num_stages=2)
 

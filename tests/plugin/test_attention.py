@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import logging
 import math
 import re
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, Comm
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 
-from vllm_w8a8_plugin import compat, envs, log
+from vllm_w8a8_plugin import compat, envs
 from vllm_w8a8_plugin.attention import layout, prefill, registration, warmup
 from vllm_w8a8_plugin.attention.backend import W8A8AttentionBackend
 from vllm_w8a8_plugin.attention.impl import W8A8AttentionImpl
@@ -38,29 +37,6 @@ OTHERS = "choose another with --attention-backend"
 def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in envs.VARIABLES:
         monkeypatch.delenv(variable.name, raising=False)
-
-
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(f"{record.levelname} {record.getMessage()}")
-    monkeypatch.setattr(log, "logger", logging.Logger("w8a8", logging.INFO))
-    log.logger.addHandler(handler)
-    monkeypatch.setattr(log, "_said", set())
-    return lines
-
-
-@pytest.fixture
-def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
-    """Makes vLLM believe that it runs on an NVIDIA GPU of a compute capability."""
-
-    def pretend(major: int, minor: int) -> None:
-        monkeypatch.setattr(current_platform, "_enum", PlatformEnum.CUDA)
-        capability = lambda device_id=0: DeviceCapability(major, minor)  # noqa: E731
-        monkeypatch.setattr(current_platform, "get_device_capability", capability)
-
-    return pretend
 
 
 # What vLLM asks.
@@ -797,9 +773,9 @@ def test_custom_of_another_plugin(asked: bool, registry: None, said: list[str], 
     assert registration.registered() == (registration.CLASS_PATH if asked else "another.plugin.Backend")
 
 
-def engine_args(backend=None, in_config=None) -> SimpleNamespace:
+def engine_args(backend=None, in_config=None, cache="auto") -> SimpleNamespace:
     config = SimpleNamespace(backend=in_config)
-    return SimpleNamespace(model="some/model", attention_backend=backend, attention_config=config)
+    return SimpleNamespace(model="some/model", attention_backend=backend, attention_config=config, kv_cache_dtype=cache)
 
 
 @pytest.mark.parametrize(
@@ -867,6 +843,17 @@ def test_on_a_cpu_it_is_said_that_nothing_changes(
     assert said == ["WARNING W8A8: the attention backend is for NVIDIA GPUs; here attention stays on vLLM's own"]
 
 
+@pytest.mark.parametrize("backend", [None, "CUSTOM"])
+def test_an_int8_cache_is_refused_on_a_cpu(backend: str | None, registry: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's CPU attention takes the option, and answers with noise."""
+    monkeypatch.setattr(current_platform, "_enum", PlatformEnum.CPU)
+    registration.register()
+    if backend is None:
+        monkeypatch.setenv(envs.ATTENTION, "1")
+    with pytest.raises(ValueError, match="int8_per_token_head: got a device without NVIDIA GPU"):
+        registration.select(engine_args(backend, cache=layout.INT8), asked=True)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_vllm_asks_when_it_makes_its_config(tmp_path) -> None:
     folder = model_folder(tmp_path / "model", None)
@@ -902,21 +889,3 @@ def test_the_doctors_line(
         "problem " + p for p in result.problems
     ]
     assert line.startswith(said)
-
-
-def test_an_int8_cache_is_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's CPU attention takes the option, and answers with noise."""
-    from types import SimpleNamespace
-
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cuda():
-        pytest.skip("this machine has the GPU that the cache is for")
-    arguments = SimpleNamespace(
-        model="model", attention_backend="CUSTOM", attention_config=None, kv_cache_dtype="int8_per_token_head"
-    )
-    monkeypatch.setattr(registration, "registered", lambda: registration.CLASS_PATH)
-    with pytest.raises(ValueError, match="int8_per_token_head: got a device without NVIDIA GPU"):
-        registration.select(arguments, asked=False)
-    arguments.kv_cache_dtype = "auto"
-    registration.select(arguments, asked=False)

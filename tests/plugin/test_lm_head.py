@@ -1,7 +1,6 @@
 """An int8 lm_head: of its own or beside a tied embedding, with the vocabulary's padding, on one rank and on two."""
 
 import contextlib
-import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +24,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.model_loader.reload import meta
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_processing
 
-from vllm_w8a8_plugin import envs, linear, lm_head, log, warmup
+from vllm_w8a8_plugin import envs, linear, lm_head, warmup
 from vllm_w8a8_plugin.config import W8A8Config
 from w8a8_kernels import int8_linear
 from w8a8_kernels.quantize.weight import quantize_weight
@@ -379,17 +378,6 @@ def test_bad_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_W8A8_LM_HEAD", "maybe")
     with pytest.raises(ValueError, match="VLLM_W8A8_LM_HEAD='maybe': expected 1 or 0"):
         W8A8Config()
-
-
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(f"{record.levelname} {record.getMessage()}")
-    monkeypatch.setattr(log, "logger", logging.Logger("w8a8", logging.INFO))
-    monkeypatch.setattr(log, "_said", set())
-    log.logger.addHandler(handler)
-    return lines
 
 
 @pytest.mark.parametrize(

@@ -449,20 +449,6 @@ def kernels() -> Iterator[dict]:
 
 
 @pytest.fixture
-def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
-    """Makes vLLM believe that it runs on an NVIDIA GPU of a compute capability."""
-    from vllm.platforms import current_platform
-    from vllm.platforms.interface import DeviceCapability, PlatformEnum
-
-    def pretend(major: int, minor: int) -> None:
-        monkeypatch.setattr(current_platform, "_enum", PlatformEnum.CUDA)
-        capability = lambda device_id=0: DeviceCapability(major, minor)  # noqa: E731
-        monkeypatch.setattr(current_platform, "get_device_capability", capability)
-
-    return pretend
-
-
-@pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> list[str]:
     """Our warnings, at vLLM's usual level of logging; what vLLM and we say once is said again."""
     from vllm import logger

@@ -1,6 +1,5 @@
 """What is warmed up while a model loads. That nothing compiles later is seen in `tests/kernels`, and in engines on a GPU."""
 
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -64,16 +63,6 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
     monkeypatch.setattr(linear, "WARMUP", warmup.Warmup())
     monkeypatch.setenv("VLLM_W8A8_KERNEL", "torch")  # which keeps the weight as it is, as GPU kernels do
     return made
-
-
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(f"{record.levelname} {record.getMessage()}")
-    monkeypatch.setattr(log, "logger", logging.Logger("w8a8", logging.INFO))
-    log.logger.addHandler(handler)
-    return lines
 
 
 def build(config: W8A8Config, n: int = N, k: int = K, bias: bool = False) -> torch.nn.Module:

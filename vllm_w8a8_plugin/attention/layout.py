@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from vllm_w8a8_plugin import compat
-from vllm_w8a8_plugin.attention import INT8_CACHE, unsupported
+from vllm_w8a8_plugin.attention import INT8_CACHE as INT8
+from vllm_w8a8_plugin.attention import unsupported
+from w8a8_kernels.attention.pages import SCALE_BYTES, int8_cache_views
 
-INT8 = INT8_CACHE
-SCALE_BYTES = 4
 BLOCK_SIZE_MULTIPLE = 16
 
 
@@ -77,8 +77,6 @@ def cache_views(kv_cache: Tensor, head_size: int, int8: bool) -> tuple[Tensor, T
     # [blocks, block size, kv heads, content] of keys and values.
     halves = kv_cache.unbind(1) if kv_cache.dim() == 5 else kv_cache.transpose(1, 2).chunk(2, dim=-1)
     if int8:
-        from w8a8_kernels.attention import int8_cache_views
-
         return int8_cache_views(pages(kv_cache), *halves[0].shape[1:3], head_size)
     return *halves, None, None
 

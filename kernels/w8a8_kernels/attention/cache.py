@@ -4,11 +4,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from w8a8_kernels.attention.config import power_of_two
 from w8a8_kernels.attention.device import device_of
 from w8a8_kernels.launch import launch_options
 from w8a8_kernels.quantize.device import amax_bits, chain_launches, encode, row_reciprocal, row_scale
 from w8a8_kernels.select import has_dependent_launch
+from w8a8_kernels.tiles import power_of_two
 
 # Tokens of one program, from so many tokens on: neighbours in a block write neighbouring bytes of V's codes.
 TOKENS = 16

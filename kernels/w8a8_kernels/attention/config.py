@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from w8a8_kernels.tiles import MAX_SHARED_BYTES, SMALL_MAX_SHARED_BYTES
+from w8a8_kernels.tiles import MAX_SHARED_BYTES, SMALL_MAX_SHARED_BYTES, power_of_two
 
 # Below, `tl.dot` is no tensor-core instruction: products of few rows are plain multiplications, which need fewer registers.
 MIN_DOT_CAPABILITY = (8, 0)
@@ -137,8 +137,3 @@ def number_of_splits(n_sequences: int, kv_heads: int, most_keys: int, num_sms: i
     ):
         splits *= 2
     return splits
-
-
-def power_of_two(n: int) -> int:
-    """The smallest power of two that is no smaller than n."""
-    return 1 << max(0, n - 1).bit_length()

@@ -3,11 +3,12 @@
 import torch
 from torch import Tensor
 
-from w8a8_kernels.attention.config import MAX_SPLITS, AttentionPlan, attention_plan, power_of_two
+from w8a8_kernels.attention.config import MAX_SPLITS, AttentionPlan, attention_plan
 from w8a8_kernels.attention.device import device_of
 from w8a8_kernels.attention.paged import merge_splits_kernel, paged_attention_kernel
 from w8a8_kernels.launch import launch_options
 from w8a8_kernels.select import has_dependent_launch
+from w8a8_kernels.tiles import power_of_two
 
 
 def paged_attention(
@@ -113,7 +114,6 @@ def paged_attention(
         ALIBI=alibi_slopes is not None,
         SINKS=sinks is not None,
         INT8=int8,
-        V_TRANSPOSED=value_cache.stride(3) != 1,
         DOT=tile.dot,
         INT8_DOT=tile.int8_dot,
         PDL=pdl,

@@ -126,13 +126,13 @@ def attend(
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
     INT8: tl.constexpr,
-    V_TRANSPOSED: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """Adds keys [first, last) to the sums of the rows: b_acc [M, BLOCK_D], b_max, b_sum [M], all fp32.
 
     `first` is a multiple of BLOCK_N. Scores are multiplied by log2(e), so b_max is too. Without MASKED all rows see all keys.
     """
+    V_TRANSPOSED: tl.constexpr = STRIDE_VD != 1
     b_factor = tl.full(b_max.shape, 1.0 if SOFTCAP or ALIBI else scale * LOG2E, tl.float32)
     o_d = tl.arange(0, BLOCK_D)
     first = tl.multiple_of(first, BLOCK_N)
@@ -360,7 +360,6 @@ def paged_attention_kernel(
     ALIBI: tl.constexpr,
     SINKS: tl.constexpr,
     INT8: tl.constexpr,
-    V_TRANSPOSED: tl.constexpr,
     DOT: tl.constexpr,
     INT8_DOT: tl.constexpr,
     PDL: tl.constexpr,
@@ -474,8 +473,7 @@ def paged_attention_kernel(
                     b_acc, b_max, b_sum, b_q, b_position, b_slope, begin, end, n_keys, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
                     table_ptr, scale, softcap, window, stride_kb, stride_vb, stride_sb, stride_st, STRIDE_KT=STRIDE_KT,
                     STRIDE_VT=STRIDE_VT, STRIDE_VD=STRIDE_VD, D=D, BLOCK_D=BLOCK_D, BLOCK_N=BLOCK_N, BLOCK_SIZE=BLOCK_SIZE,
-                    MASKED=part != 1, CAUSAL=CAUSAL, WINDOW=WINDOW, SOFTCAP=SOFTCAP, ALIBI=ALIBI, INT8=INT8,
-                    V_TRANSPOSED=V_TRANSPOSED, DOT=DOT,
+                    MASKED=part != 1, CAUSAL=CAUSAL, WINDOW=WINDOW, SOFTCAP=SOFTCAP, ALIBI=ALIBI, INT8=INT8, DOT=DOT,
                 )  # fmt: skip
 
     if SPLIT:
