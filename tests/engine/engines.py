@@ -19,6 +19,9 @@ TIMEOUT_S = 900
 # own process that was never joined. Such a run is repeated once, with a warning.
 VLLM_ABORT = "terminate called without an active exception"
 
+# Of an engine on a GPU: so much cache whatever else runs there, so several can be tested at a time.
+GPU_MEMORY = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 4 << 30}
+
 # The position's true token and vLLM's top tokens, log-probabilities by token id.
 Position = dict[int, float]
 

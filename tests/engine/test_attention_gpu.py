@@ -6,7 +6,8 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from engines import Run, run_engine
+import torch
+from engines import GPU_MEMORY, Run, run_engine
 from models import random_gemma3, random_qwen3
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
@@ -36,6 +37,9 @@ INT8 = {"kv_cache_dtype": "int8_per_token_head"}
 OURS, FLASH, TRITON = "CUSTOM", "FLASH_ATTN", "TRITON_ATTN"
 
 
+SHAPES = {"qwen3": QWEN3_8B, "gemma3": GEMMA3_4B}
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Models of two layers with random weights."""
@@ -55,7 +59,7 @@ def serve(folder: Path, backend: str, prefill: str = "auto", sampling: dict | No
             "attention_backend": backend,
             "skip_tokenizer_init": True,
             "max_logprobs": VOCABULARY,
-            "gpu_memory_utilization": 0.3,
+            **GPU_MEMORY,
             "max_model_len": 1024,
             "max_num_seqs": 16,
             "enforce_eager": False,
@@ -83,6 +87,31 @@ def kl(reference: Run, other: Run, part: str) -> float:
                 total += sum(math.exp(p[token]) * (p[token] - q[token]) for token in p)
                 count += 1
     return total / count
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_one_layer(tmp_path: Path, family: str) -> None:
+    """The logits are the layer's output after the final norm, rotated: the embedding, tied to lm_head, is orthogonal."""
+    from safetensors.torch import load_file, save_file
+
+    hidden = SHAPES[family]["hidden_size"]
+    sizes = SHAPES[family] | ({"layer_types": ["sliding_attention"]} if family == "gemma3" else {"tied": True})
+    folder = {"qwen3": random_qwen3, "gemma3": random_gemma3}[family](
+        tmp_path / family, num_hidden_layers=1, vocab_size=hidden, **sizes
+    )
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"] = torch.nn.init.orthogonal_(torch.empty(hidden, hidden)).bfloat16()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+    def outputs(backend: str) -> torch.Tensor:
+        engine = {"logprobs_mode": "raw_logits", "max_logprobs": hidden}
+        run = serve(folder, backend, "triton", sampling={"logprobs": hidden}, **engine)
+        return torch.tensor([[[step[i] for i in range(hidden)] for step in a.logprobs] for a in run.answers])
+
+    flash, triton, ours = map(outputs, (FLASH, TRITON, OURS))
+    between, distance = (((x - flash).norm(dim=-1) / flash.norm(dim=-1)).max().item() for x in (triton, ours))
+    print(f"{family}: relative L2 from FLASH_ATTN {distance:.2e}, of TRITON_ATTN {between:.2e}")
+    assert 0 < distance <= 5e-3
 
 
 PROMPT_LOGPROBS = {"prompt_logprobs": VOCABULARY}
@@ -164,7 +193,7 @@ def test_no_request_compiles(folders: dict[str, Path], tmp_path: Path, cache: di
             "attention_backend": OURS,
             "enforce_eager": enforce_eager,
             "skip_tokenizer_init": True,
-            "gpu_memory_utilization": 0.3,
+            **GPU_MEMORY,
             "max_model_len": 1024,
             "max_num_seqs": 32,
             **cache,

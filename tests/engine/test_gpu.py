@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 import torch
-from engines import Run, mean_kl, run_engine
+from engines import GPU_MEMORY, Run, mean_kl, run_engine
 from models import random_lora, random_qwen3, random_qwen3_moe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
@@ -47,7 +47,7 @@ def layer_outputs(folder: Path, **engine) -> torch.Tensor:
             "skip_tokenizer_init": True,
             "logprobs_mode": "raw_logits",
             "max_logprobs": 1024,
-            "gpu_memory_utilization": 0.3,
+            **GPU_MEMORY,
             **engine,
         },
         sampling={
@@ -112,7 +112,7 @@ def test_qwen3_0_6b_shapes_generate(tmp_path: Path) -> None:
             "enforce_eager": False,
             "skip_tokenizer_init": True,
             "load_format": "dummy",
-            "gpu_memory_utilization": 0.3,
+            **GPU_MEMORY,
             "max_model_len": 1024,
             "max_num_seqs": 64,
         },
@@ -148,7 +148,7 @@ def test_no_request_compiles(enforce_eager: bool, tmp_path: Path) -> None:
             "enforce_eager": enforce_eager,
             "skip_tokenizer_init": True,
             "load_format": "dummy",
-            "gpu_memory_utilization": 0.3,
+            **GPU_MEMORY,
             "max_model_len": 2048,
             "max_num_batched_tokens": 2048,
             "max_num_seqs": 64,
@@ -209,7 +209,7 @@ def serve(folder: Path, *then: list, env: dict[str, str] | None = None, sampling
         engine={
             "skip_tokenizer_init": True,
             "max_logprobs": VOCABULARY,
-            "gpu_memory_utilization": 0.3,
+            **GPU_MEMORY,
             "enforce_eager": False,
         }
         | engine,

@@ -1,6 +1,7 @@
 """Every Triton kernel once, at sizes that its tiles do not divide: what `test_memcheck` runs under compute-sanitizer."""
 
 import torch
+from test_attention import check_rule, check_written, inputs
 
 import w8a8_kernels
 from w8a8_kernels.grouped_mm import ExpertsPlan, GroupedTile, int8_experts_reference
@@ -88,9 +89,23 @@ def experts() -> None:
             assert float((got - expected).double().norm() / expected.double().norm()) <= 5e-3
 
 
+def attention() -> None:
+    """Blocks of no sequence hold NaN, and tables are longer than a sequence."""
+    device = torch.device("cuda")
+    for int8 in (False, True):
+        for D, heads, kv_heads, block_size in ((128, 8, 2, 16), (80, 5, 1, 48), (256, 4, 2, 16)):
+            for lens in ([(1, 1), (1, 700), (1, 33)], [(4, 40), (2, 300)], [(70, 90), (1, 33), (0, 0)]):
+                args = inputs(device, lens, heads, kv_heads, D, block_size, dtype=DTYPE, int8=int8)
+                check_rule(args, lens, 4e-3)
+                check_rule(args, lens, 4e-3, window=40)
+    check_written(device, DTYPE, T=70, kv_heads=3, D=128)
+    check_written(device, DTYPE, T=70, kv_heads=1, D=80, block_size=48)
+
+
 if __name__ == "__main__":
     quantizers()
     products()
     experts()
+    attention()
     torch.cuda.synchronize()
     print("all kernels ran")
