@@ -78,7 +78,38 @@ def _finish_again(worker) -> None:
         process_weights_after_loading(runner.get_model(), runner.model_config, runner.device)
 
 
-ACTIONS = {action.__name__: action for action in (reload_weights, save_state, sleep_and_wake, finish_again)}
+def save_codes(llm, folder: str) -> None:
+    """Codes and scales that row-parallel layers make of one whole input, of which a rank gets its part: FOLDER/RANK.pt."""
+    os.makedirs(folder)
+    llm.collective_rpc(_save_codes, args=(folder,))
+
+
+def _save_codes(worker, folder: str) -> None:
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+    class Quantizers(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if func in (torch.ops.w8a8.quantize.default, torch.ops.w8a8.quantize_with_amax.default):
+                self.seen = tuple(tensor.cpu() for tensor in result)
+            return result
+
+    rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+    model, saved = worker.model_runner.get_model(), {}
+    for name, layer in model.named_modules():
+        if name.endswith((".o_proj", ".down_proj")):
+            x = torch.randn(33, layer.input_size, generator=torch.Generator().manual_seed(0))
+            x[2, -3] = 500.0
+            part = x.to(worker.device, torch.bfloat16).chunk(ranks, dim=1)[rank].contiguous()
+            with torch.no_grad(), Quantizers() as quantizers:
+                layer.quant_method.apply(layer, part)
+            saved[name] = quantizers.seen
+    torch.save(saved, Path(folder, f"{rank}.pt"))
+
+
+ACTIONS = {action.__name__: action for action in (reload_weights, save_state, save_codes, sleep_and_wake, finish_again)}
 
 
 def accepted_tokens(llm) -> int:

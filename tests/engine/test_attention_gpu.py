@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -44,10 +45,21 @@ SHAPES = {"qwen3": QWEN3_8B, "gemma3": GEMMA3_4B}
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Models of two layers with random weights."""
     root = tmp_path_factory.mktemp("attention")
+    gemma3 = random_gemma3(root / "gemma3", num_hidden_layers=2, vocab_size=VOCABULARY, **GEMMA3_4B)
+    # Tied to lm_head, the embedding would make every token all but certain to follow itself, and a KL divergence nothing.
+    change_weights(gemma3, {"model.embed_tokens.weight": lambda w: w / 50, "model.norm.weight": lambda w: w + 36})
     return {
         "qwen3": random_qwen3(root / "qwen3", num_hidden_layers=2, vocab_size=VOCABULARY, **QWEN3_8B),
-        "gemma3": random_gemma3(root / "gemma3", num_hidden_layers=2, vocab_size=VOCABULARY, **GEMMA3_4B),
+        "gemma3": gemma3,
     }
+
+
+def change_weights(folder: Path, changes: dict[str, Callable[[torch.Tensor], torch.Tensor]]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    weights |= {name: change(weights[name]).bfloat16().contiguous() for name, change in changes.items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def serve(folder: Path, backend: str, prefill: str = "auto", sampling: dict | None = None, prompts=PROMPTS, **engine) -> Run:
@@ -91,17 +103,22 @@ def kl(reference: Run, other: Run, part: str) -> float:
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 def test_one_layer(tmp_path: Path, family: str) -> None:
-    """The logits are the layer's output after the final norm, rotated: the embedding, tied to lm_head, is orthogonal."""
-    from safetensors.torch import load_file, save_file
+    """The logits are the layer's output after the final norm, rotated: the embedding, tied to lm_head, is orthogonal.
 
+    It gives the residual stream a root mean square of 1; attention and MLP each add about as much, or half of it in Gemma,
+    whose norms behind them trained models keep below 1. FLASH_ATTN and TRITON_ATTN then differ by some 3e-3.
+    """
     hidden = SHAPES[family]["hidden_size"]
-    sizes = SHAPES[family] | ({"layer_types": ["sliding_attention"]} if family == "gemma3" else {"tied": True})
-    folder = {"qwen3": random_qwen3, "gemma3": random_gemma3}[family](
-        tmp_path / family, num_hidden_layers=1, vocab_size=hidden, **sizes
-    )
-    weights = load_file(folder / "model.safetensors")
-    weights["model.embed_tokens.weight"] = torch.nn.init.orthogonal_(torch.empty(hidden, hidden)).bfloat16()
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    rotation = torch.nn.init.orthogonal_(torch.empty(hidden, hidden))
+    if family == "qwen3":
+        folder = random_qwen3(tmp_path / family, num_hidden_layers=1, vocab_size=hidden, tied=True, **QWEN3_8B)
+        change_weights(folder, {"model.embed_tokens.weight": lambda _: rotation * hidden**0.5})
+    else:
+        sizes = GEMMA3_4B | {"layer_types": ["sliding_attention"]}
+        folder = random_gemma3(tmp_path / family, num_hidden_layers=1, vocab_size=hidden, **sizes)
+        # Gemma multiplies embeddings by the root of the hidden size, and by 1 more than a norm's weight.
+        norms = (f"model.layers.0.post_{part}_layernorm.weight" for part in ("attention", "feedforward"))
+        change_weights(folder, {"model.embed_tokens.weight": lambda _: rotation} | dict.fromkeys(norms, lambda w: w - 0.5))
 
     def outputs(backend: str) -> torch.Tensor:
         engine = {"logprobs_mode": "raw_logits", "max_logprobs": hidden}
@@ -111,7 +128,7 @@ def test_one_layer(tmp_path: Path, family: str) -> None:
     flash, triton, ours = map(outputs, (FLASH, TRITON, OURS))
     between, distance = (((x - flash).norm(dim=-1) / flash.norm(dim=-1)).max().item() for x in (triton, ours))
     print(f"{family}: relative L2 from FLASH_ATTN {distance:.2e}, of TRITON_ATTN {between:.2e}")
-    assert 0 < distance <= 5e-3
+    assert 0 < distance <= min(5e-3, 5 / 3 * between)
 
 
 PROMPT_LOGPROBS = {"prompt_logprobs": VOCABULARY}

@@ -68,9 +68,8 @@ def adjust_scores(b_s, scale, softcap, b_slope, b_distance, SOFTCAP: tl.constexp
 @triton.jit
 def mask_scores(b_s, m_n, b_distance, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     """Minus infinity where a row does not see a key."""
-    m_s = m_n[None, :]
-    if CAUSAL:
-        m_s = m_s & (b_distance <= 0)
+    # No row of a query lies behind the last key.
+    m_s = b_distance <= 0 if CAUSAL else tl.broadcast_to(m_n[None, :], b_s.shape)
     if WINDOW:
         m_s = m_s & (b_distance > -window)
     return tl.where(m_s, b_s, float("-inf"))
@@ -238,7 +237,6 @@ def attend_int8(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -247,7 +245,8 @@ def attend_int8(
     """`attend` with int8 products of queries and of weights in 16 bits (`split`): no code is converted.
 
     Keys come to the scores in an order in which a thread's weights are those that it needs for the second product, four
-    neighbours, where an accumulator holds two and two: in one warp, nothing is exchanged.
+    neighbours, where an accumulator holds two and two: in one warp, nothing is exchanged. All blocks are masked: a loop of its
+    own for those that need no mask would be shorter, but a program begins with few of its instructions at hand.
 
     b_q int8 [2 * BLOCK_M, BLOCK_D], b_q_unit [BLOCK_M]: what one of the lower half is worth. The value cache has its 1 between
     tokens.
@@ -258,7 +257,7 @@ def attend_int8(
     o_d = tl.arange(0, BLOCK_D)
     first = tl.multiple_of(first, BLOCK_N)
     for i_n in range(first, last, BLOCK_N):
-        o_n, b_block, o_slot, m_n = find_slots(table_ptr, i_n, n_keys, BLOCK_N, BLOCK_SIZE, MASKED)
+        o_n, b_block, o_slot, m_n = find_slots(table_ptr, i_n, n_keys, BLOCK_N, BLOCK_SIZE, MASKED=True)
         # Values by groups of 16 tokens [groups, BLOCK_D, 16]: neighbouring threads then read one block. As [BLOCK_D, BLOCK_N],
         # where they read four, L2 was the limit of an H200 (82 % of the time, DRAM 66 %).
         o_g = i_n + tl.arange(0, BLOCK_N // 16) * 16
@@ -280,12 +279,8 @@ def attend_int8(
         else:
             b_k = tl.load(p_k)
             b_v = tl.load(p_v)
-        if MASKED:
-            b_k_scale = tl.load(k_scale_ptr + p_scale, mask=m_n, other=0.0)
-            b_v_scale = tl.load(v_scale_ptr + p_scale, mask=m_n, other=0.0)
-        else:
-            b_k_scale = tl.load(k_scale_ptr + p_scale)
-            b_v_scale = tl.load(v_scale_ptr + p_scale)
+        b_k_scale = tl.load(k_scale_ptr + p_scale, mask=m_n, other=0.0)
+        b_v_scale = tl.load(v_scale_ptr + p_scale, mask=m_n, other=0.0)
 
         b_s = join_products(tl.dot(b_q, tl.trans(b_k), out_dtype=tl.int32), BLOCK_M, BLOCK_N)
         b_s *= b_k_scale[None, :]
@@ -293,9 +288,8 @@ def attend_int8(
             b_s *= b_q_unit[:, None]
         b_distance = o_n[None, :] - b_position[:, None]
         b_s = adjust_scores(b_s, scale, softcap, b_slope, b_distance, SOFTCAP, ALIBI)
-        if MASKED:
-            b_s = mask_scores(b_s, m_n, b_distance, window, CAUSAL, WINDOW)
-        b_p, b_max, b_sum, b_rescale = softmax_step(b_s, b_max, b_sum, b_factor, MASKED)
+        b_s = mask_scores(b_s, m_n, b_distance, window, CAUSAL, WINDOW)
+        b_p, b_max, b_sum, b_rescale = softmax_step(b_s, b_max, b_sum, b_factor, MASKED=True)
         b_p *= b_v_scale[None, :]
         b_unit = unit_of(tl.max(b_p, axis=1))
         b_high, b_low = split(b_p, b_unit)
@@ -446,7 +440,6 @@ def paged_attention_kernel(
     table_ptr += i_b.to(tl.int64) * stride_tb
     b_q_unit = b_slope
     if INT8_DOT:
-        b_q_unit = unit_of(tl.max(tl.abs(b_q.to(tl.float32)), axis=1)) * (1.0 / 254.0)
         # Each row a second time, from memory: brought together in registers, the halves come in an order that makes reading
         # them back a matter of single bytes.
         o_twice = tl.arange(0, 2 * BLOCK_M)
@@ -455,20 +448,22 @@ def paged_attention_kernel(
         p_q = (start + first_query + p_q // BLOCK_G).to(tl.int64) * stride_qt + (i_kv * GROUP + p_q % BLOCK_G) * stride_qh
         m_q = m_q[:, None] & (o_d < D)[None, :]
         b_q = tl.load(q_ptr + p_q[:, None] + o_d[None, :], mask=m_q, other=0.0).to(tl.float32)
-        b_high, b_low = split(b_q, unit_of(tl.max(tl.abs(b_q), axis=1)))
+        b_unit = unit_of(tl.max(tl.abs(b_q), axis=1))
+        b_high, b_low = split(b_q, b_unit)
         b_q = tl.where((o_twice < BLOCK_M)[:, None], b_high, b_low).to(tl.int8)
-    for part in tl.static_range(3):
-        if part != 0 or WINDOW:
-            begin = first if part == 0 else (first_full if part == 1 else last_full)
-            end = first_full if part == 0 else (last_full if part == 1 else last)
-            if INT8_DOT:
-                b_acc, b_max, b_sum = attend_int8(
-                    b_acc, b_max, b_sum, b_q, b_q_unit, b_position, b_slope, begin, end, n_keys, k_ptr, v_ptr, k_scale_ptr,
-                    v_scale_ptr, table_ptr, scale, softcap, window, stride_kb, stride_vb, stride_sb, stride_st,
-                    STRIDE_KT=STRIDE_KT, STRIDE_VD=STRIDE_VD, D=D, BLOCK_M=BLOCK_M, BLOCK_D=BLOCK_D, BLOCK_N=BLOCK_N,
-                    BLOCK_SIZE=BLOCK_SIZE, MASKED=part != 1, CAUSAL=CAUSAL, WINDOW=WINDOW, SOFTCAP=SOFTCAP, ALIBI=ALIBI,
-                )  # fmt: skip
-            else:
+        b_q_unit = tl.max(tl.reshape(b_unit, (2, BLOCK_M)), axis=0) * (1.0 / 254.0)
+    if INT8_DOT:
+        b_acc, b_max, b_sum = attend_int8(
+            b_acc, b_max, b_sum, b_q, b_q_unit, b_position, b_slope, first, last, n_keys, k_ptr, v_ptr, k_scale_ptr,
+            v_scale_ptr, table_ptr, scale, softcap, window, stride_kb, stride_vb, stride_sb, stride_st,
+            STRIDE_KT=STRIDE_KT, STRIDE_VD=STRIDE_VD, D=D, BLOCK_M=BLOCK_M, BLOCK_D=BLOCK_D, BLOCK_N=BLOCK_N,
+            BLOCK_SIZE=BLOCK_SIZE, CAUSAL=CAUSAL, WINDOW=WINDOW, SOFTCAP=SOFTCAP, ALIBI=ALIBI,
+        )  # fmt: skip
+    else:
+        for part in tl.static_range(3):
+            if part != 0 or WINDOW:
+                begin = first if part == 0 else (first_full if part == 1 else last_full)
+                end = first_full if part == 0 else (last_full if part == 1 else last)
                 b_acc, b_max, b_sum = attend(
                     b_acc, b_max, b_sum, b_q, b_position, b_slope, begin, end, n_keys, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
                     table_ptr, scale, softcap, window, stride_kb, stride_vb, stride_sb, stride_st, STRIDE_KT=STRIDE_KT,

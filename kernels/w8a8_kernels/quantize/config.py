@@ -43,7 +43,7 @@ class QuantizeConfig(NamedTuple):
 STREAM_TILE, STREAM_LONG_TILE = 4096, 8192
 MIN_STREAM_K, MAX_STREAM_K = 2049, 16384
 STREAM_BLOCKS = (16, 32, 64)
-MANY_STREAM_ROWS = 4096
+FEW_ROWS, MANY_STREAM_ROWS = 32, 4096
 STREAM_OPS = ("quantize", "rms_norm", "add_rms_norm", "silu_mul")
 
 
@@ -66,8 +66,9 @@ def stream_config(M: int, K: int, dtype: torch.dtype, hadamard: int, op: str = "
 
     The best of 8 to 16 tiles and 5 numbers of programs on an H200: 128 to 8192 rows of 4096 and, for "quantize" and
     "silu_mul", of 12288. Microseconds of SiLU·mul streamed, and as rows of their own: 512 rows of 12288 17.3 and 15.4, 128
-    rows of 1024 3.2 and 5.2, 128 rows of 4096 4.5 and 5.5. Norms of rows beyond 8192 spill registers: 14,451 us for 8192 rows
-    of 12288. Those of 4097 to 8192 elements have as many of them for each thread as those of 4096; they were not measured.
+    rows of 1024 3.2 and 5.2, 128 rows of 4096 4.0 and 5.5, 64 rows of 4096 3.9 and 4.3; of the quantizer alone, 64 rows of
+    4096 2.3 and 2.8. Norms of rows beyond 8192 spill registers: 14,451 us for 8192 rows of 12288. Those of 4097 to 8192
+    elements have as many of them for each thread as those of 4096; they were not measured.
 
     Args:
         M: number of rows.
@@ -76,9 +77,9 @@ def stream_config(M: int, K: int, dtype: torch.dtype, hadamard: int, op: str = "
         hadamard: size of the transform's blocks, or 0.
         op: "quantize", "rms_norm", "add_rms_norm" or "silu_mul".
     """
-    if hadamard not in STREAM_BLOCKS or dtype.itemsize != 2 or K > MAX_STREAM_K or M <= LATENCY_ROWS // 4:
+    if hadamard not in STREAM_BLOCKS or dtype.itemsize != 2 or K > MAX_STREAM_K or M <= FEW_ROWS:
         return None
-    if op == "silu_mul" and K < MIN_STREAM_K and M <= MIDDLE_ROWS:
+    if op == "silu_mul" and K < MIN_STREAM_K and 2 * FEW_ROWS < M <= MIDDLE_ROWS:
         # Fewer blocks than the 64 that tensor cores of capability 9.0 multiply at least would be padded.
         block_k = max(1 << (K - 1).bit_length(), 16 * hadamard)
         return StreamConfig(block_k, 1, 4, num_stages=1, per_sm=6, rows=STREAM_TILE // block_k)
@@ -93,6 +94,8 @@ def stream_config(M: int, K: int, dtype: torch.dtype, hadamard: int, op: str = "
     if chunks > 1:
         return StreamConfig(block_k, chunks, num_warps, num_stages=3, per_sm=2)
     if op == "silu_mul":
+        return StreamConfig(block_k, chunks, num_warps, num_stages=4 if M <= LATENCY_ROWS else 2, per_sm=6)
+    if M <= 2 * FEW_ROWS:
         return StreamConfig(block_k, chunks, num_warps, num_stages=2, per_sm=6)
     # Neither divides 2048 rows evenly among 132 multiprocessors: 6 rows a program at most with 3, 3 with 6.
     per_sm = 3 if MIDDLE_ROWS < M < MANY_STREAM_ROWS else 6
@@ -100,7 +103,7 @@ def stream_config(M: int, K: int, dtype: torch.dtype, hadamard: int, op: str = "
 
 
 def _stream_norm_config(M: int, K: int, op: str) -> StreamConfig | None:
-    if K > STREAM_LONG_TILE:
+    if K > STREAM_LONG_TILE or M <= 2 * FEW_ROWS:
         return None
     block_k, num_warps = (STREAM_TILE, 4) if K <= STREAM_TILE else (STREAM_LONG_TILE, 8)
     if op == "add_rms_norm":
@@ -154,7 +157,7 @@ def _transform_config(M: int, block_k: int, dtype: torch.dtype, held: int, hadam
     if block_k * dtype.itemsize * max(held, 2) > MAX_BLOCK_BYTES:
         return QuantizeConfig(rows=1, block_k=LOOP_BLOCK_K // 2, num_warps=8, chunks=0)
     rows, elements_per_thread = 1, 32
-    if LATENCY_ROWS // 4 < M <= LATENCY_ROWS:
+    if 2 * FEW_ROWS < M <= LATENCY_ROWS:
         elements_per_thread = 8
     elif LATENCY_ROWS < M <= MIDDLE_ROWS and block_k <= TILE_ELEMENTS:
         elements_per_thread = 16
@@ -180,7 +183,7 @@ def quantize_variants(K: int, dtype: torch.dtype, held: int = 1, hadamard: int =
     `stream_config` too.
     """
     variants: dict[tuple, tuple[int, QuantizeConfig]] = {}
-    for M in (1, LATENCY_ROWS // 4 + 1, LATENCY_ROWS + 1, MIDDLE_ROWS + 1):
+    for M in (1, FEW_ROWS + 1, 2 * FEW_ROWS + 1, LATENCY_ROWS + 1, MIDDLE_ROWS + 1):
         config = quantize_config(M, K, dtype, held, hadamard)
         streamed = (stream_config(M, K, dtype, hadamard, op) for op in STREAM_OPS)
         variants.setdefault((config, *streamed), (M, config))
