@@ -20,8 +20,7 @@ MIN_SPLIT_KEYS = 128
 MAX_SPLITS = 32
 PROGRAMS_PER_SM = 2
 
-# An H200, on which tiles were measured, prefills 8,192 keys 5 % faster with wider tiles, 2,048 keys 4 % slower.
-WIDE_TILE_KEYS = 4096
+# Where tiles for many queries were measured: an H200 takes 5 % less time with 256 rows than with 128.
 MEASURED = (9, 0)
 
 
@@ -76,7 +75,7 @@ def attention_plan(
     rows = power_of_two(group) * power_of_two(most_queries)
     most_rows = MIN_DOT_ROWS if capability < MIN_DOT_CAPABILITY else MAX_ONE_TILE_ROWS
     if rows > most_rows or rows * power_of_two(D) > MAX_ONE_TILE_VALUES:
-        return AttentionPlan(_prefill_tile(D, group, int8, most_keys, capability), one_tile=False, splits=1)
+        return AttentionPlan(_prefill_tile(D, group, int8, capability), one_tile=False, splits=1)
     splits = number_of_splits(n_sequences, kv_heads, most_keys, num_sms)
     many = n_sequences * kv_heads * splits > PROGRAMS_PER_SM * num_sms
     return AttentionPlan(_decode_tile(D, rows, int8, many, capability), one_tile=True, splits=splits)
@@ -89,25 +88,27 @@ def _decode_tile(D: int, rows: int, int8: bool, many: bool, capability: tuple[in
         num_warps = 4 if rows * block_d <= 2048 else 8
         block_n = max(1, (32 if int8 else 64) * 32 * num_warps // (rows * block_d))
         return AttentionTile(rows, min(32, block_n), num_warps, num_stages=1, dot=False)
+    # A block's address comes from the block table, which takes a stage of its own: n blocks of keys and values are under way
+    # with 2 n + 1 stages (Triton 3.6 and 3.9, by their shared memory).
+    most = max_shared_bytes(capability) * 9 // 10
     if int8 and rows <= MAX_INT8_DOT_ROWS and rows * block_d <= MAX_INT8_DOT_VALUES:
-        block_m, block_n = max(rows, MIN_INT8_DOT_ROWS), min(128, max(32, 16384 // block_d))
-        # Two warps spill registers at 192, 256 and what is padded, four at 512.
-        num_warps = 2 if block_d == 512 or (block_m * block_d <= 1024 and D == block_d) else 4
-        return AttentionTile(block_m, block_n, num_warps, num_stages=3, int8_dot=True)
+        block_m, block_n = max(rows, MIN_INT8_DOT_ROWS), min(128, max(32, 8192 // block_d))
+        # In one warp no weights are exchanged, but it spills registers where sums are more than 1024, or padded.
+        num_warps = 4 if block_d < 512 and block_m * block_d > 1024 else 1 if block_d == D < 512 else 2
+        blocks = max(1, min(3, most // (2 * block_n * block_d)))
+        return AttentionTile(block_m, block_n, num_warps, num_stages=2 * blocks + 1, int8_dot=True)
     if rows > MIN_DOT_ROWS:
         return AttentionTile(rows, max(16, 4096 // block_d), num_warps=4, num_stages=3)
     block_n = min(64, max(16, 8192 // block_d))
     if many:
         # They hide each other's waiting: memory for loads under way is better left to more of them.
         return AttentionTile(MIN_DOT_ROWS, block_n, num_warps=2 if rows < MIN_DOT_ROWS else 4, num_stages=3)
-    # A block's address comes from the block table, which takes a stage of its own: n blocks of keys and values are under way
-    # with 2 n + 1 stages (Triton 3.6 and 3.9, by their shared memory).
-    most = max_shared_bytes(capability) * 9 // 10 - 2 * MIN_DOT_ROWS * block_d
+    most -= 2 * MIN_DOT_ROWS * block_d
     blocks = max(1, min(3, most // (4 * block_n * block_d))) if block_d <= 128 else 1
     return AttentionTile(MIN_DOT_ROWS, block_n, num_warps=4, num_stages=2 * blocks + 1)
 
 
-def _prefill_tile(D: int, group: int, int8: bool, most_keys: int, capability: tuple[int, int]) -> AttentionTile:
+def _prefill_tile(D: int, group: int, int8: bool, capability: tuple[int, int]) -> AttentionTile:
     block_d, least = power_of_two(D), power_of_two(group)
     if capability < MIN_DOT_CAPABILITY:
         return AttentionTile(max(least, 16), 16, num_warps=4 if block_d <= 256 else 8, num_stages=1)
@@ -116,7 +117,7 @@ def _prefill_tile(D: int, group: int, int8: bool, most_keys: int, capability: tu
     if capability == MEASURED:
         if int8:
             return AttentionTile(128, 64, num_warps=8, num_stages=1)
-        return AttentionTile(128, 128 if most_keys >= WIDE_TILE_KEYS else 64, num_warps=8, num_stages=5)
+        return AttentionTile(256, 64, num_warps=8, num_stages=5)
     return AttentionTile(128, 32 if int8 else 64, num_warps=8, num_stages=3)
 
 

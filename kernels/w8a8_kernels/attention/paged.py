@@ -8,9 +8,10 @@ keys over several programs leaves unnormalized sums that `merge_splits_kernel` a
 import triton
 import triton.language as tl
 
-from w8a8_kernels.quantize.device import ROUND_MAGIC, chain_launches, round_to
+from w8a8_kernels.quantize.device import INTERPRETED, ROUND_MAGIC, chain_launches, round_to
 
 LOG2E = tl.constexpr(1.4426950408889634)
+LINE_BYTES = tl.constexpr(128)  # of L2
 
 
 @triton.jit
@@ -181,6 +182,36 @@ def attend(
 
 
 @triton.jit
+def prefetch(p):
+    """Ask L2 for the lines at p; no wait, and nothing to wait for."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [p.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def prefetch_blocks(
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    first,
+    last,
+    stride_kb,
+    stride_vb,
+    BYTES: tl.constexpr,
+    LINES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    COUNT: tl.constexpr,
+):
+    """Ask L2 for BYTES of keys and of values of COUNT blocks, from that of key `first` to that of key `last - 1` at most."""
+    o_block = first // BLOCK_SIZE + tl.arange(0, COUNT)
+    b_block = tl.load(table_ptr + tl.minimum(o_block, tl.maximum(last - 1, 0) // BLOCK_SIZE)).to(tl.int64)
+    o_line = tl.minimum(tl.arange(0, LINES) * LINE_BYTES, BYTES - 1)
+    prefetch((k_ptr + b_block * stride_kb)[:, None] + o_line[None, :])
+    prefetch((v_ptr + b_block * stride_vb)[:, None] + o_line[None, :])
+
+
+@triton.jit
 def unit_of(b_amax):
     """What an int8 code is worth where the greatest magnitude is b_amax, fp32."""
     return tl.where(b_amax == 0.0, 1.0, b_amax / 127.0)
@@ -255,32 +286,37 @@ def attend_int8(
     if not (SOFTCAP or ALIBI):
         b_factor *= b_q_unit
     o_d = tl.arange(0, BLOCK_D)
+    o_i = tl.arange(0, BLOCK_N // 16)
+    # Places within a group: bits 3 2 1 0 become 2 1 3 0.
+    o_t = tl.arange(0, 16)
+    o_t = (o_t & 6) << 1 | (o_t & 8) >> 2 | o_t & 1
     first = tl.multiple_of(first, BLOCK_N)
     for i_n in range(first, last, BLOCK_N):
-        o_n, b_block, o_slot, m_n = find_slots(table_ptr, i_n, n_keys, BLOCK_N, BLOCK_SIZE, MASKED=True)
-        # Values by groups of 16 tokens [groups, BLOCK_D, 16]: neighbouring threads then read one block. As [BLOCK_D, BLOCK_N],
-        # where they read four, L2 was the limit of an H200 (82 % of the time, DRAM 66 %).
-        o_g = i_n + tl.arange(0, BLOCK_N // 16) * 16
-        b_group = tl.load(table_ptr + o_g // BLOCK_SIZE, mask=o_g < n_keys, other=0).to(tl.int64) * stride_vb
-        b_group = tl.multiple_of(b_group + o_g % BLOCK_SIZE, 16)
-        p_v = (v_ptr + b_group)[:, None, None] + (o_d * STRIDE_VD)[None, :, None] + tl.arange(0, 16)[None, None, :]
-        # Places within 16 neighbours: bits 3 2 1 0 become 2 1 3 0.
-        o_i = tl.arange(0, BLOCK_N)
-        o_moved = ((o_i & 6) << 1 | (o_i & 8) >> 2 | o_i & 1) - o_i % 16
-        o_n += o_moved
-        o_slot += o_moved
+        # By groups of 16 tokens, which lie in one block: keys [groups, 16, BLOCK_D], values [groups, BLOCK_D, 16]. Values as
+        # [BLOCK_D, BLOCK_N], of which neighbouring threads read four blocks, made L2 the limit of an H200 (82 % of the time,
+        # DRAM 66 %).
+        o_g = i_n + o_i * 16
+        b_block = tl.load(table_ptr + o_g // BLOCK_SIZE, mask=o_g < n_keys, other=0).to(tl.int64)
+        o_slot = (o_i * 16 if BLOCK_N % BLOCK_SIZE == 0 else o_g) % BLOCK_SIZE
+        p_k = (k_ptr + b_block * stride_kb + o_slot * STRIDE_KT)[:, None, None]
+        p_k += (o_t * STRIDE_KT)[None, :, None] + o_d[None, None, :]
+        p_v = (v_ptr + b_block * stride_vb + tl.multiple_of(o_slot, 16))[:, None, None]
+        p_v += (o_d * STRIDE_VD)[None, :, None] + tl.arange(0, 16)[None, None, :]
+        p_scale = (b_block * stride_sb + o_slot * stride_st)[:, None] + (o_t * stride_st)[None, :]
+        o_n = o_g[:, None] + o_t[None, :]
         m_n = o_n < n_keys
-        p_k = (k_ptr + b_block * stride_kb + o_slot * STRIDE_KT)[:, None] + o_d[None, :]
-        p_scale = b_block * stride_sb + o_slot * stride_st
         # Groups of 16 tokens are loaded together: codes beyond the sequence's end are finite, and their weight is 0.
         if D != BLOCK_D:
-            b_k = tl.load(p_k, mask=(o_d < D)[None, :], other=0)
+            b_k = tl.load(p_k, mask=(o_d < D)[None, None, :], other=0)
             b_v = tl.load(p_v, mask=(o_d < D)[None, :, None], other=0)
         else:
             b_k = tl.load(p_k)
             b_v = tl.load(p_v)
-        b_k_scale = tl.load(k_scale_ptr + p_scale, mask=m_n, other=0.0)
-        b_v_scale = tl.load(v_scale_ptr + p_scale, mask=m_n, other=0.0)
+        b_k_scale = tl.reshape(tl.load(k_scale_ptr + p_scale, mask=m_n, other=0.0), (BLOCK_N,))
+        b_v_scale = tl.reshape(tl.load(v_scale_ptr + p_scale, mask=m_n, other=0.0), (BLOCK_N,))
+        o_n = tl.reshape(o_n, (BLOCK_N,))
+        m_n = o_n < n_keys
+        b_k = tl.reshape(b_k, (BLOCK_N, BLOCK_D))
 
         b_s = join_products(tl.dot(b_q, tl.trans(b_k), out_dtype=tl.int32), BLOCK_M, BLOCK_N)
         b_s *= b_k_scale[None, :]
@@ -356,6 +392,7 @@ def paged_attention_kernel(
     INT8: tl.constexpr,
     DOT: tl.constexpr,
     INT8_DOT: tl.constexpr,
+    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One tile of BLOCK_M // BLOCK_G queries of one sequence, for the GROUP query heads of one key/value head.
@@ -363,6 +400,7 @@ def paged_attention_kernel(
     Row r of the tile is query r // BLOCK_G, head r % BLOCK_G. ONE_TILE: tile b is all of sequence b's queries. With SPLIT,
     program_id(2) takes a part of the keys and writes its sums: part fp32 [splits, n_tokens, HEADS, D], part_max and
     part_sum fp32 [splits, n_tokens, HEADS]; one without keys writes no sums but part_sum, 0.
+    PREFETCH: so many blocks of an int8 cache are asked of L2 at first.
     PDL: programmatic dependent launch, see `chain_launches`.
     """
     if PDL:
@@ -438,8 +476,13 @@ def paged_attention_kernel(
     k_scale_ptr += i_kv.to(tl.int64) * stride_sh
     v_scale_ptr += i_kv.to(tl.int64) * stride_sh
     table_ptr += i_b.to(tl.int64) * stride_tb
-    b_q_unit = b_slope
     if INT8_DOT:
+        if PREFETCH > 0 and not INTERPRETED:
+            # While the queries are brought into codes.
+            prefetch_blocks(
+                k_ptr, v_ptr, table_ptr, first, last, stride_kb, stride_vb, BYTES=BLOCK_SIZE * D,
+                LINES=BLOCK_SIZE * BLOCK_D // LINE_BYTES, BLOCK_SIZE=BLOCK_SIZE, COUNT=PREFETCH,
+            )  # fmt: skip
         # Each row a second time, from memory: brought together in registers, the halves come in an order that makes reading
         # them back a matter of single bytes.
         o_twice = tl.arange(0, 2 * BLOCK_M)
@@ -452,7 +495,6 @@ def paged_attention_kernel(
         b_high, b_low = split(b_q, b_unit)
         b_q = tl.where((o_twice < BLOCK_M)[:, None], b_high, b_low).to(tl.int8)
         b_q_unit = tl.max(tl.reshape(b_unit, (2, BLOCK_M)), axis=0) * (1.0 / 254.0)
-    if INT8_DOT:
         b_acc, b_max, b_sum = attend_int8(
             b_acc, b_max, b_sum, b_q, b_q_unit, b_position, b_slope, first, last, n_keys, k_ptr, v_ptr, k_scale_ptr,
             v_scale_ptr, table_ptr, scale, softcap, window, stride_kb, stride_vb, stride_sb, stride_st,
@@ -506,11 +548,13 @@ def merge_splits_kernel(
     o_split = tl.arange(0, MAX_SPLITS)
     o_d = tl.arange(0, BLOCK_D)
     o_part = (o_split * n_tokens + o_token) * HEADS + i_head
-    b_sum = tl.load(part_sum_ptr + o_part, mask=o_split < n_splits, other=0.0)
-    # A split without keys has left nothing else.
-    b_max = tl.load(part_max_ptr + o_part, mask=b_sum > 0, other=float("-inf"))
-    m_part = (b_sum > 0)[:, None] & (o_d < D)[None, :]
-    b_acc = tl.load(part_ptr + o_part[:, None] * D + o_d[None, :], mask=m_part, other=0.0)
+    # All at once. A split without keys has left nothing but its sum of 0, and other memory than its own for the rest.
+    m_split = o_split < n_splits
+    b_sum = tl.load(part_sum_ptr + o_part, mask=m_split, other=0.0)
+    b_max = tl.load(part_max_ptr + o_part, mask=m_split, other=0.0)
+    b_acc = tl.load(part_ptr + o_part[:, None] * D + o_d[None, :], mask=m_split[:, None] & (o_d < D)[None, :], other=0.0)
+    b_max = tl.where(b_sum > 0, b_max, float("-inf"))
+    b_acc = tl.where((b_sum > 0)[:, None], b_acc, 0.0)
     most = tl.max(b_max, axis=0)
     b_weight = tl.exp2(b_max - tl.where(most == float("-inf"), 0.0, most))
     total = tl.sum(b_sum * b_weight, axis=0)
