@@ -10,8 +10,8 @@ from w8a8_kernels.launch import launch_options
 from w8a8_kernels.select import has_dependent_launch
 from w8a8_kernels.tiles import power_of_two
 
-# As many as are under way on capability 9.0.
-PREFETCHED_TILES = 3
+# What one program merges: heads of a token, splits at a time, in 32 registers of a thread at head size 128.
+MERGED_HEADS, MERGED_SPLITS = 4, 8
 
 
 def paged_attention(
@@ -70,7 +70,6 @@ def paged_attention(
         part = torch.empty(splits, T, heads, D, dtype=torch.float32, device=q.device)
         part_max, part_sum = torch.empty(2, splits, T, heads, dtype=torch.float32, device=q.device)
     scale_strides = key_scale.stride() if int8 else (0, 0, 0)
-    prefetches = tile.int8_dot and (key_cache.stride(1), value_cache.stride(3)) == (D, block_size)
     paged_attention_kernel[(n_tiles, kv_heads, splits)](
         out,
         part,
@@ -120,14 +119,13 @@ def paged_attention(
         INT8=int8,
         DOT=tile.dot,
         INT8_DOT=tile.int8_dot,
-        PREFETCH=power_of_two(-(-tile.block_n * PREFETCHED_TILES // block_size)) if prefetches else 0,
         PDL=pdl,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **launch_options(pdl),
     )
     if splits > 1:
-        merge_splits_kernel[(T, heads)](
+        merge_splits_kernel[(T, -(-heads // MERGED_HEADS))](
             out,
             part,
             part_max,
@@ -136,9 +134,11 @@ def paged_attention(
             splits,
             *out.stride()[:2],
             HEADS=heads,
+            BLOCK_H=MERGED_HEADS,
             D=D,
             BLOCK_D=block_d,
             MAX_SPLITS=MAX_SPLITS,
+            BLOCK_S=MERGED_SPLITS,
             PDL=pdl,
             num_warps=4,
             **launch_options(pdl),

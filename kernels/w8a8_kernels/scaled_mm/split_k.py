@@ -32,8 +32,9 @@ def prefetch_rows(p_rows, BYTES: tl.constexpr):
 # it, so they are named as its parameters are in PTX by 3.6 to 3.9: five for each descriptor, the first of them itself.
 DESCRIPTORS_NAMED = tl.constexpr((3, 6) <= tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 9))
 PREFETCH_DESCRIPTORS = tl.constexpr(
-    "prefetch.param.tensormap [scaled_mm_split_k_kernel_param_0]; "
-    "prefetch.param.tensormap [scaled_mm_split_k_kernel_param_5]; mov.u32 $0, 0;"
+    "{ .reg .pred first; .reg .u32 thread; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0; "
+    "@first prefetch.param.tensormap [scaled_mm_split_k_kernel_param_0]; "
+    "@first prefetch.param.tensormap [scaled_mm_split_k_kernel_param_5]; mov.u32 $0, 0; }"
 )
 
 
