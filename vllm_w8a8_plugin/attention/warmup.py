@@ -14,7 +14,7 @@ MOST_QUERIES = 128
 
 
 def plans(impl, most_keys: int, most_sequences: int, device: torch.device, long_queries: bool) -> dict:
-    """Every plan that batches of a layer can lead to, with a number of queries for it; two splits stand for any number.
+    """Every plan that batches of a layer can lead to, with a number of queries for it; 2 splits stand for few, 32 for many.
 
     Args:
         impl: the layer's `W8A8AttentionImpl`.
@@ -23,7 +23,7 @@ def plans(impl, most_keys: int, most_sequences: int, device: torch.device, long_
         device: the GPU.
         long_queries: whether ours serves queries of more than `prefill.SHORT_QUERIES`.
     """
-    from w8a8_kernels.attention.config import attention_plan
+    from w8a8_kernels.attention.config import FEW_SPLITS, MAX_SPLITS, attention_plan
     from w8a8_kernels.attention.device import device_of
 
     capability, num_sms = device_of(device)
@@ -36,7 +36,8 @@ def plans(impl, most_keys: int, most_sequences: int, device: torch.device, long_
             for sequences in range(1, most_sequences + 1):
                 shape = (impl.head_size, group, impl.num_kv_heads, sequences, queries, keys)
                 plan = attention_plan(*shape, int8=impl.int8, capability=capability, num_sms=num_sms)
-                found.setdefault(replace(plan, splits=min(plan.splits, 2)), queries)
+                splits = min(plan.splits, 2) if plan.splits <= FEW_SPLITS else MAX_SPLITS
+                found.setdefault(replace(plan, splits=splits), queries)
     return found
 
 

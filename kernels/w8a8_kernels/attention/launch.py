@@ -3,15 +3,12 @@
 import torch
 from torch import Tensor
 
-from w8a8_kernels.attention.config import MAX_SPLITS, AttentionPlan, attention_plan
+from w8a8_kernels.attention.config import FEW_SPLITS, MAX_SPLITS, AttentionPlan, attention_plan
 from w8a8_kernels.attention.device import device_of
 from w8a8_kernels.attention.paged import merge_splits_kernel, paged_attention_kernel
 from w8a8_kernels.launch import launch_options
 from w8a8_kernels.select import has_dependent_launch
 from w8a8_kernels.tiles import power_of_two
-
-# What one program merges: heads of a token, splits at a time, in 32 registers of a thread at head size 128.
-MERGED_HEADS, MERGED_SPLITS = 4, 8
 
 
 def paged_attention(
@@ -125,7 +122,7 @@ def paged_attention(
         **launch_options(pdl),
     )
     if splits > 1:
-        merge_splits_kernel[(T, -(-heads // MERGED_HEADS))](
+        merge_splits_kernel[(T, heads)](
             out,
             part,
             part_max,
@@ -134,13 +131,11 @@ def paged_attention(
             splits,
             *out.stride()[:2],
             HEADS=heads,
-            BLOCK_H=MERGED_HEADS,
             D=D,
             BLOCK_D=block_d,
-            MAX_SPLITS=MAX_SPLITS,
-            BLOCK_S=MERGED_SPLITS,
+            MAX_SPLITS=FEW_SPLITS if splits <= FEW_SPLITS else MAX_SPLITS,
             PDL=pdl,
-            num_warps=4,
+            num_warps=1 if splits <= FEW_SPLITS else 4,
             **launch_options(pdl),
         )
     return out

@@ -8,7 +8,7 @@ keys over several programs leaves unnormalized sums that `merge_splits_kernel` a
 import triton
 import triton.language as tl
 
-from w8a8_kernels.quantize.device import ROUND_MAGIC, chain_launches, round_to
+from w8a8_kernels.quantize.device import INTERPRETED, ROUND_MAGIC, chain_launches, round_to
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -178,6 +178,15 @@ def attend(
         else:
             b_acc += tl.sum(b_p[:, :, None] * b_v.to(tl.float32)[None, :, :], axis=1)
     return b_acc, b_max, b_sum
+
+
+@triton.jit
+def prefetch_table(table_ptr, first, last):
+    """Ask L1 for the block table's lines of 32 entries from `first` on, up to `last`."""
+    p = table_ptr + tl.minimum(first + tl.arange(0, 4) * 32, tl.maximum(last, 0))
+    tl.inline_asm_elementwise(
+        "prefetch.global.L1 [$1]; mov.u32 $0, 0;", "=r,l", [p.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -444,6 +453,9 @@ def paged_attention_kernel(
     v_scale_ptr += i_kv.to(tl.int64) * stride_sh
     table_ptr += i_b.to(tl.int64) * stride_tb
     if INT8_DOT:
+        if not INTERPRETED:
+            # The first blocks' addresses, while the queries are brought into codes.
+            prefetch_table(table_ptr, first // BLOCK_SIZE, (last - 1) // BLOCK_SIZE)
         # Each row a second time, from memory: brought together in registers, the halves come in an order that makes reading
         # them back a matter of single bytes.
         o_twice = tl.arange(0, 2 * BLOCK_M)
@@ -496,44 +508,29 @@ def merge_splits_kernel(
     stride_ot,
     stride_oh,
     HEADS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out [n_tokens, HEADS, D] of the parts that `paged_attention_kernel` has left, BLOCK_H heads of a token a program.
-
-    A part without keys has left nothing but its sum, 0.
-    """
+    """out [n_tokens, HEADS, D] of the parts that `paged_attention_kernel` has left, one row a program."""
     if PDL:
         chain_launches()
-    i_token = tl.program_id(0).to(tl.int64)
-    o_head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    o_token = tl.program_id(0).to(tl.int64)
+    i_head = tl.program_id(1)
+    o_split = tl.arange(0, MAX_SPLITS)
     o_d = tl.arange(0, BLOCK_D)
-    m_hd = (o_head < HEADS)[:, None] & (o_d < D)[None, :]
-
-    o_split = tl.arange(0, MAX_SPLITS)[:, None]
-    o_part = (o_split * n_tokens + i_token) * HEADS + o_head[None, :]
-    m_part = (o_split < n_splits) & (o_head < HEADS)[None, :]
-    b_sum = tl.load(part_sum_ptr + o_part, mask=m_part, other=0.0)
-    b_max = tl.where(b_sum > 0, tl.load(part_max_ptr + o_part, mask=m_part, other=0.0), float("-inf"))
+    o_part = (o_split * n_tokens + o_token) * HEADS + i_head
+    # All at once. A split without keys has left nothing but its sum of 0, and other memory than its own for the rest.
+    m_split = o_split < n_splits
+    b_sum = tl.load(part_sum_ptr + o_part, mask=m_split, other=0.0)
+    b_max = tl.load(part_max_ptr + o_part, mask=m_split, other=0.0)
+    b_acc = tl.load(part_ptr + o_part[:, None] * D + o_d[None, :], mask=m_split[:, None] & (o_d < D)[None, :], other=0.0)
+    b_max = tl.where(b_sum > 0, b_max, float("-inf"))
+    b_acc = tl.where((b_sum > 0)[:, None], b_acc, 0.0)
     most = tl.max(b_max, axis=0)
-    most = tl.where(most == float("-inf"), 0.0, most)
-    total = tl.sum(b_sum * tl.exp2(b_max - most[None, :]), axis=0)
-
-    b_acc = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
-    for i_split in range(0, n_splits, BLOCK_S):
-        o_s = i_split + tl.arange(0, BLOCK_S)[:, None]
-        o_p = (o_s * n_tokens + i_token) * HEADS + o_head[None, :]
-        m_p = (o_s < n_splits) & (o_head < HEADS)[None, :]
-        p_part = part_ptr + o_p[:, :, None] * D + o_d[None, None, :]
-        b_part = tl.load(p_part, mask=m_p[:, :, None] & m_hd[None, :, :], other=0.0)
-        b_some = tl.load(part_sum_ptr + o_p, mask=m_p, other=0.0) > 0
-        b_weight = tl.exp2(tl.load(part_max_ptr + o_p, mask=m_p, other=0.0) - most[None, :])
-        b_part = tl.where(b_some[:, :, None], b_part * b_weight[:, :, None], 0.0)
-        b_acc += tl.sum(b_part, axis=0)
-    b_out = b_acc / tl.where(total == 0, 1.0, total)[:, None]
-    p_out = out_ptr + i_token * stride_ot + (o_head * stride_oh)[:, None] + o_d[None, :]
-    tl.store(p_out, round_to(b_out, out_ptr.dtype.element_ty), mask=m_hd)
+    b_weight = tl.exp2(b_max - tl.where(most == float("-inf"), 0.0, most))
+    total = tl.sum(b_sum * b_weight, axis=0)
+    b_out = tl.sum(b_acc * b_weight[:, None], axis=0) / tl.where(total == 0, 1.0, total)
+    p_out = out_ptr + o_token * stride_ot + i_head * stride_oh + o_d
+    tl.store(p_out, round_to(b_out, out_ptr.dtype.element_ty), mask=o_d < D)
