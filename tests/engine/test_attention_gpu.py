@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 
@@ -90,6 +91,12 @@ def serve(folder: Path, backend: str, prefill: str = "auto", sampling: dict | No
     )
 
 
+def side_by_side(run: Callable[[tuple], Run], ways: list[tuple]) -> list[Run]:
+    """Engines side by side: starting takes long, and their caches are of one size whatever else runs."""
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(run, ways))
+
+
 def kl(reference: Run, other: Run, part: str) -> float:
     """Mean KL(reference || other) in nats of the positions of the prompts or of the steps after them."""
     total, count = 0.0, 0
@@ -151,10 +158,9 @@ def test_as_far_from_flash_attention_as_vllms_triton_backend(folders: dict[str, 
 
 def test_an_int8_cache(folders: dict[str, Path]) -> None:
     """Nearly twice the tokens, and no farther from 16 bits than vLLM's own kernels are with theirs."""
-    folder = folders["qwen3"]
-    flash, triton, ours, ours_int8 = (
-        serve(folder, backend, sampling=PROMPT_LOGPROBS, **cache)
-        for backend, cache in ((FLASH, {}), (TRITON, INT8), (OURS, {}), (OURS, INT8))
+    flash, triton, ours, ours_int8 = side_by_side(
+        lambda way: serve(folders["qwen3"], way[0], sampling=PROMPT_LOGPROBS, **way[1]),
+        [(FLASH, {}), (TRITON, INT8), (OURS, {}), (OURS, INT8)],
     )
     tokens = [int(re.search(r"GPU KV cache size: ([\d,]+) tokens", run.log)[1].replace(",", "")) for run in (ours, ours_int8)]
     print(f"tokens in the cache: {tokens[0]} in 16 bits, {tokens[1]} in int8, {tokens[1] / tokens[0]:.3f} times as many")
@@ -177,16 +183,15 @@ def test_a_full_cache_with_prefixes_and_chunks(folders: dict[str, Path]) -> None
     plain = {"enable_prefix_caching": False}
     # 24 prompts take some 330 blocks of 16 tokens, those of a prefix counted once.
     full = {"enable_prefix_caching": True, "num_gpu_blocks_override": 128, "block_size": 16, "max_num_batched_tokens": 128}
-    runs = {
-        (backend, name): serve(folders["qwen3"], backend, "triton", prompts=prompts, **options)
-        for backend in (FLASH, OURS)
-        for name, options in (("plain", plain), ("full", full))
-    }
+    ways = {(backend, name): options for backend in (FLASH, OURS) for name, options in (("plain", plain), ("full", full))}
+    ways[TRITON, "plain"] = plain
+    answered = side_by_side(lambda way: serve(folders["qwen3"], way[0], "triton", prompts=prompts, **ways[way]), list(ways))
+    runs = dict(zip(ways, answered, strict=True))
     for backend in (FLASH, OURS):
         found = sum(answer.cached_tokens for answer in runs[backend, "full"].answers)
         print(f"{backend}: {found} of {sum(map(len, prompts))} tokens were found in the cache")
         assert found > 0
-    floor = kl(runs[FLASH, "plain"], serve(folders["qwen3"], TRITON, prompts=prompts, **plain), "logprobs")
+    floor = kl(runs[FLASH, "plain"], runs[TRITON, "plain"], "logprobs")
     flash, ours = (kl(runs[backend, "plain"], runs[backend, "full"], "logprobs") for backend in (FLASH, OURS))
     print(f"KL of a full cache from an empty one: FLASH_ATTN {flash:.2e}, ours {ours:.2e}; floor {floor:.2e}")
     assert ours <= max(flash, floor)
