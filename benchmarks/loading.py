@@ -82,9 +82,9 @@ def child(folder: Path, way: str) -> None:
     """Load the model and print what that took, as the last line."""
     import torch
     from vllm import LLM
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu_worker import Worker
 
-    load_model, said = GPUModelRunner.load_model, {}
+    load_model, said = Worker.load_model, {}
 
     def watched(self, *args, **kwargs) -> None:
         torch.cuda.reset_peak_memory_stats()
@@ -111,7 +111,7 @@ def child(folder: Path, way: str) -> None:
         said["peak_bytes"] = torch.cuda.max_memory_allocated() - before
         said["host_anonymous_peak_bytes"] = most[0]
 
-    GPUModelRunner.load_model = watched
+    Worker.load_model = watched
     LLM(
         str(folder),
         skip_tokenizer_init=True,
