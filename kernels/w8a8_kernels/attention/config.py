@@ -95,8 +95,8 @@ def _decode_tile(D: int, rows: int, int8: bool, many: bool, capability: tuple[in
     most = max_shared_bytes(capability) * 9 // 10
     if int8 and rows <= MAX_INT8_DOT_ROWS and rows * block_d <= MAX_INT8_DOT_VALUES:
         block_m, block_n = max(rows, MIN_INT8_DOT_ROWS), min(128, max(32, 8192 // block_d))
-        # In one warp no weights are exchanged, but it spills registers where sums are more than 1024, or padded.
-        num_warps = 4 if block_d < 512 and block_m * block_d > 1024 else 1 if block_d == D < 512 else 2
+        # One warp exchanges no weights, but spills registers where sums are more than 1024, or padded; two warps do at 256.
+        num_warps = 1 if block_m * block_d <= 1024 and block_d == D else 4 if block_d == 256 else 2
         blocks = max(1, min(3, most // (2 * block_n * block_d)))
         return AttentionTile(block_m, block_n, num_warps, num_stages=2 * blocks + 1, int8_dot=True)
     if rows > MIN_DOT_ROWS:

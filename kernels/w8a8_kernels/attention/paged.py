@@ -68,8 +68,9 @@ def adjust_scores(b_s, scale, softcap, b_slope, b_distance, SOFTCAP: tl.constexp
 @triton.jit
 def mask_scores(b_s, m_n, b_distance, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     """Minus infinity where a row does not see a key."""
-    # No row of a query lies behind the last key.
-    m_s = b_distance <= 0 if CAUSAL else tl.broadcast_to(m_n[None, :], b_s.shape)
+    m_s = m_n[None, :]
+    if CAUSAL:
+        m_s = m_s & (b_distance <= 0)
     if WINDOW:
         m_s = m_s & (b_distance > -window)
     return tl.where(m_s, b_s, float("-inf"))
@@ -302,7 +303,9 @@ def attend_int8(
             b_s *= b_q_unit[:, None]
         b_distance = o_n[None, :] - b_position[:, None]
         b_s = adjust_scores(b_s, scale, softcap, b_slope, b_distance, SOFTCAP, ALIBI)
-        b_s = mask_scores(b_s, m_n, b_distance, window, CAUSAL, WINDOW)
+        # Rows of a causal query see no key behind the last one in any case.
+        m_seen = tl.full((BLOCK_N,), True, tl.int1) if CAUSAL else m_n
+        b_s = mask_scores(b_s, m_seen, b_distance, window, CAUSAL, WINDOW)
         b_p, b_max, b_sum, b_rescale = softmax_step(b_s, b_max, b_sum, b_factor, MASKED=True)
         b_p *= b_v_scale[None, :]
         b_unit = unit_of(tl.max(b_p, axis=1))
