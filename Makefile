@@ -26,8 +26,8 @@ test:  ## runs the tests, the plugin's also with an older vLLM; those that need 
 aot: setup  ## compiles all kernels for all GPUs that they are for, without a GPU
 	@$(VENV)/python -m pytest tests/kernels/test_aot.py --aot-full $(ARGS)
 
-report:  ## writes the tables of figures in README and docs from benchmarks/results
-	@python3 benchmarks/report.py
+report:  ## writes the tables and plots of figures in README and docs from benchmarks/results
+	@$(or $(wildcard $(VENV)/python),python3) benchmarks/report.py
 
 docs:  ## writes the page of environment variables and builds the documentation into site/
 	@python3 scripts/setup_env.py --docs

@@ -142,12 +142,12 @@ def convert(
 ) -> None:
     """Convert a checkpoint to W8A8. Everything is checked before anything is written.
 
-    Exits 2 where a file of SRC is broken or missing, 1 where the conversion is not possible otherwise.
+    Exits 1 where SRC or the options do not allow it.
     """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    from w8a8_converters.errors import BrokenFileError, ConversionError, one_line
+    from w8a8_converters.errors import ConversionError, one_line
 
     # As Ctrl-C: job schedulers, containers and lost terminals end a process so, and the partial folder must go.
     for ending in (signal.SIGTERM, signal.SIGHUP):
@@ -192,7 +192,7 @@ def convert(
             )
     except ConversionError as error:
         typer.secho(f"error: {one_line(error)}", fg=typer.colors.RED, err=True)
-        raise typer.Exit(2 if isinstance(error, BrokenFileError) else 1) from None
+        raise typer.Exit(1) from None
     except (KeyboardInterrupt, SystemExit) as stop:
         typer.secho(f"interrupted: {out} was not written", fg=typer.colors.RED, err=True)
         raise typer.Exit(130 if isinstance(stop, KeyboardInterrupt) else stop.code) from None
@@ -230,17 +230,18 @@ def inspect(
 ) -> None:
     """Say what a checkpoint is, what convert would make of it, and what it takes to serve. Reads no weights.
 
-    Exits 2 where a file is broken or missing, 1 where the checkpoint cannot be converted.
+    Exits 1 where there is a problem: the checkpoint cannot be converted, or the installed vLLM cannot serve it.
     """
     import json
 
     from rich.console import Console
 
+    from vllm_w8a8_plugin.compat import architecture_problem
     from vllm_w8a8_plugin.inspection import tables
     from w8a8_converters.errors import one_line
     from w8a8_converters.inspect import inspect as look
 
-    found = look(path)
+    found = look(path, architecture_problem)
     if as_json:
         typer.echo(json.dumps(found.to_dict(), indent=2))
     else:
@@ -252,7 +253,7 @@ def inspect(
     for problem in found.problems:
         typer.secho(f"problem: {one_line(problem)}", fg=typer.colors.RED, err=True)
     if found.problems:
-        raise typer.Exit(2 if found.broken else 1)
+        raise typer.Exit(1)
 
 
 @app.command()

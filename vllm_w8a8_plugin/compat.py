@@ -1,5 +1,6 @@
 """What differs between vLLM releases, found by looking for the feature; release numbers serve only to warn."""
 
+import ast
 import importlib
 import importlib.metadata
 import importlib.util
@@ -8,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from w8a8_kernels.select import KERNEL_VARIABLE, Choice, Facts, select_scaled_mm
 
@@ -46,6 +48,46 @@ def vllm_problem(version: str | None) -> str | None:
     if _release(OLDEST) <= release < _release(TOO_NEW):
         return None
     return f"vLLM {version} is outside the supported range {OLDEST} <= version < {TOO_NEW}: {INSTALL}"
+
+
+def architecture_problem(architecture: str) -> str | None:
+    """One line that says that the installed vLLM cannot serve a model class; None where it can, or there is no vLLM.
+
+    What vLLM does not have it runs by transformers' class of that name.
+    """
+    known = _known_architectures()
+    if not known or architecture in known or _stem(architecture) in map(_stem, known):
+        return None
+    import transformers  # takes a second: only here
+
+    if architecture in dir(transformers):
+        return None
+    return (
+        f"architecture {architecture} is known neither to vLLM {installed_vllm()} nor to transformers "
+        f"{transformers.__version__}, so that it cannot be served: install releases that know it, or a plugin that brings it"
+    )
+
+
+def _known_architectures() -> set[str]:
+    """Model classes in the source of vLLM's registry, as importing it takes many seconds; empty where nothing is found."""
+    found = importlib.util.find_spec("vllm")
+    for folder in (found and found.submodule_search_locations) or ():
+        file = Path(folder, "model_executor", "models", "registry.py")
+        if file.is_file():
+            tables = (node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.Assign))
+            tables = (node.value for node in tables if not _is_history(node.targets[0]) and isinstance(node.value, ast.Dict))
+            return {key.value for table in tables for key in table.keys if isinstance(key, ast.Constant)}
+    return set()
+
+
+def _is_history(target: ast.expr) -> bool:
+    """Whether it is the name of a table of what vLLM had once."""
+    return not isinstance(target, ast.Name) or target.id in ("_PREVIOUSLY_SUPPORTED_MODELS", "_OOT_SUPPORTED_MODELS")
+
+
+def _stem(architecture: str) -> str:
+    """`Llama` of `LlamaForCausalLM`: vLLM makes embedding models and classifiers of generating ones."""
+    return architecture.partition("For")[0].removesuffix("Model")
 
 
 def serve_command(model: str, options: list[str]) -> list[str]:

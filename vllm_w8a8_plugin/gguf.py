@@ -109,6 +109,7 @@ def metadata_folder(path: Path, hf_config_path: str | None = None) -> Path:
     from w8a8_converters.gguf.source import GGUFSource
 
     source = GGUFSource(path, hf_config=local_config(hf_config_path))
+    source.refuse_zeros()
     for note in source.notes:
         log.once(f"{path}: {note}")
     files = {"config.json": (json.dumps(source.config, indent=2) + "\n").encode()}

@@ -49,12 +49,12 @@ def report_folder(
 ) -> None:
     """Show what int8 does to each layer of a converted model: signal-to-noise ratio, outliers; with a text, of its inputs too.
 
-    Writes conversion_report.md and, with matplotlib, conversion_report.png. Exits 2 where a file of FOLDER is broken.
+    Writes conversion_report.md and, with matplotlib, conversion_report.png.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from w8a8_converters.errors import BrokenFileError, ConversionError
+    from w8a8_converters.errors import ConversionError, one_line
 
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -67,13 +67,16 @@ def report_folder(
             def progress(stage: str, done: int, total: int) -> None:
                 if stage not in tasks:
                     tasks[stage] = bars.add_task(stage, total=total)
+                    if stage == "activations":  # a line, too, as only a terminal shows the bar
+                        line = f"running the unquantized model on {activations}: {total // 2} layers, forth and back"
+                        bars.console.print(line, markup=False, highlight=False, soft_wrap=True)
                 bars.update(tasks[stage], completed=done)
 
             found = report_layers(folder, activations, source, progress)
         files = write(found, out or folder, console.print)
     except (ConversionError, OSError) as error:
-        typer.secho(f"error: {error}", fg=typer.colors.RED, err=True)
-        raise typer.Exit(2 if isinstance(error, BrokenFileError) else 1) from None
+        typer.secho(f"error: {one_line(error)}", fg=typer.colors.RED, err=True)
+        raise typer.Exit(1) from None
     except KeyboardInterrupt:
         typer.secho("interrupted: nothing was written", fg=typer.colors.RED, err=True)
         raise typer.Exit(130) from None

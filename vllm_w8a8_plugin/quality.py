@@ -5,6 +5,7 @@ one that fails loses no other, and its figures are kept as soon as it is done. `
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -24,9 +26,9 @@ import numpy as np
 
 from vllm_w8a8_plugin import compat, envs
 from vllm_w8a8_plugin.divergence import KEPT, SUPPORT, Scores, divergence, figures, histogram, likeliest
-from vllm_w8a8_plugin.files import write_whole
+from vllm_w8a8_plugin.files import whole, write_whole
 from vllm_w8a8_plugin.quality_modes import MODE_VARIABLES, REFERENCES, Mode, Target
-from vllm_w8a8_plugin.quality_prompts import CHUNK, ROOT, Prompts, continuation
+from vllm_w8a8_plugin.quality_prompts import CHUNK, ROOT, Prompts, continuation, readable
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -221,7 +223,7 @@ def _worst(kl: np.ndarray, scores: Scores, reference_scores: Scores, job: Job) -
             {
                 "text": place.text,
                 "token": place.token,
-                "context": job.tokenizer.decode(context, skip_special_tokens=False),
+                "context": readable(job.tokenizer, context),
                 "next": continuation(job.tokenizer, context, ids[place.index]),
                 "kl": float(f"{kl[i]:.4g}"),
                 "reference_top": continuation(job.tokenizer, context, int(reference_top[i, 0])),
@@ -270,14 +272,16 @@ def versions() -> dict[str, str | None]:
     }
 
 
-RESULT, PARTIAL, NO_RESULT = "eval.json", "eval.partial.json", "is no result of this command: name another folder with --out"
+RESULT, PARTIAL = "eval.json", "eval.partial.json"
+NO_RESULT = "is no result of this command: name another folder with --out"
 
 
 @dataclass
 class Results:
     """What was measured, and a cell for each mode and reference.
 
-    While modes are missing it is in `eval.partial.json`, so that nothing unfinished looks finished.
+    While modes are missing it is in `eval.partial.json`, so that nothing unfinished looks finished, and what the references
+    said in files beside it, which no cell can be made without.
 
     Args:
         folder: where it lies; written anew after every change.
@@ -336,10 +340,34 @@ class Results:
         self.failed[mode] = reason
         self._write()
 
+    def keep_reference(self, reference: str, scores: Scores) -> None:
+        """Put aside what a reference said, until all is measured."""
+        with whole(self._reference_file(reference)) as part:
+            scores.save(part)
+
+    def kept_reference(self, reference: str) -> Scores | None:
+        """What it said to the same texts under the same settings; None where that is not there, or cannot be read."""
+        try:
+            return Scores.load(self._reference_file(reference))
+        except (OSError, ValueError, TypeError, zipfile.BadZipFile):
+            return None
+
+    def _reference_file(self, reference: str) -> Path:
+        """By all that its answers depend on, so that those of another model or text are never taken for them."""
+        head = {key: value for key, value in self.head.items() if key != "model"}
+        digest = hashlib.sha256(json.dumps(head, sort_keys=True).encode()).hexdigest()[:16]
+        return self.folder / f"eval.partial.{reference}-{digest}.npz"
+
+    def unfinished(self) -> list[Path]:
+        """Files of a run that is not finished."""
+        return [file for file in (self.partial, *sorted(self.folder.glob("eval.partial.*.npz"))) if file.exists()]
+
     def finish(self) -> None:
         """All was measured that was asked for: the partial file becomes the result."""
         if self.partial.exists():
             self.partial.replace(self.file)
+        for file in self.unfinished():
+            file.unlink()
 
     def content(self) -> dict:
         failed = [{"mode": mode, "reason": reason} for mode, reason in self.failed.items()]
@@ -404,8 +432,14 @@ def measure(
 
     against = {}
     for reference in references:
-        say(f"reference {reference}: {job.prompts.positions} positions")
-        against[reference], _ = run(f"reference {reference}", REFERENCES[reference])
+        scores = None if force else results.kept_reference(reference)
+        if scores is None:
+            say(f"reference {reference}: {job.prompts.positions} positions")
+            scores, _ = run(f"reference {reference}", REFERENCES[reference])
+            results.keep_reference(reference, scores)
+        else:
+            say(f"reference {reference}: already there")
+        against[reference] = scores
     failed = []
     for name in pending:
         say(f"{name}: running")

@@ -100,11 +100,12 @@ def evaluate(
         target = Target.find(model)
         unquantized = find_reference(target, against)
         arguments = _engine(engine)
-        modes = choose_modes(mode or [], checkpoint or [], target, arguments, gpu="kv-int8" not in (mode or []) or _has_gpu())
+        gpu = "kv-int8" not in (mode or []) or _has_gpu()
+        modes = choose_modes(mode or [], checkpoint or [], target, arguments, gpu, unquantized)
         texts = prompting.read_texts(text or [])
         tokenizer = prompting.load_tokenizer(unquantized.tokenizer_folder())
         prompts = prompting.make_prompts(tokenizer, texts, tokens)
-        for served in {m.served: None for m in modes.values() if m.served}:
+        for served in {target: None, **{m.served: None for m in modes.values() if m.served}}:
             other = prompting.load_tokenizer(served.tokenizer_folder())
             prompting.check_same_vocabulary(tokenizer, other, texts, str(served.path))
         if compat.installed_vllm() is None:
@@ -145,8 +146,9 @@ def _measure(
     except quality.EngineFailed as error:
         raise ValueError(f"the reference did not run: {error}{quality.keep_log('reference', error.log)}") from None
     except (KeyboardInterrupt, SystemExit) as stop:
-        there = f"what was measured is in {results.partial}, the same command goes on from there"
-        said = there if results.partial.exists() else "nothing was measured yet"
+        kept = results.unfinished()
+        there = f"what was measured is in {', '.join(map(str, kept))}, the same command goes on from there"
+        said = there if kept else "nothing was measured yet"
         typer.secho(f"interrupted: {said}", fg=typer.colors.RED, err=True)
         raise typer.Exit(130 if isinstance(stop, KeyboardInterrupt) else stop.code) from None
 

@@ -150,7 +150,12 @@ def find_reference(target: Target, against: Path | None) -> Target:
 
 
 def choose_modes(
-    names: Sequence[str], checkpoints: Sequence[str], target: Target, engine: dict | None = None, gpu: bool = True
+    names: Sequence[str],
+    checkpoints: Sequence[str],
+    target: Target,
+    engine: dict | None = None,
+    gpu: bool = True,
+    reference: Target | None = None,
 ) -> dict[str, Mode]:
     """The modes asked for, in order; without any, those that suit the model.
 
@@ -160,6 +165,7 @@ def choose_modes(
         target: the model that is measured.
         engine: arguments of `vllm.LLM` for every engine.
         gpu: whether there is a GPU.
+        reference: what it is measured against; None for the model itself.
 
     Raises:
         ValueError: a mode is unknown or cannot be, or a checkpoint is no folder with a model.
@@ -175,7 +181,7 @@ def choose_modes(
         problem = _problem(name, target, engine or {}, gpu)
         if problem:
             raise ValueError(f"mode {name!r} {problem}")
-        modes[name] = _served(name, target)
+        modes[name] = _served(name, target, reference or target)
     for checkpoint in checkpoints:
         name, equals, path = checkpoint.partition("=")
         if not equals or not name or not path:
@@ -200,11 +206,14 @@ def _problem(name: str, target: Target, engine: dict, gpu: bool) -> str | None:
     return None
 
 
-def _served(name: str, target: Target) -> Mode:
+def _served(name: str, target: Target, reference: Target) -> Mode:
     """A mode on the model: what is not quantized comes from the reference's folder, also where the model is quantized."""
     mode = MODES[name]
+    if target.kind is Kind.UNQUANTIZED:
+        same = target.path.resolve() == reference.path.resolve()
+        return mode if same else replace(mode, served=target)
     stock = mode.engine.get("quantization") != "w8a8" and name != "checkpoint"
-    if target.kind is Kind.UNQUANTIZED or stock or (mode.online and target.kind is Kind.QUANTIZED):
+    if stock or (mode.online and target.kind is Kind.QUANTIZED):
         return mode
     return replace(mode, served=target)
 

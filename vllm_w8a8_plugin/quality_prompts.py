@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -156,7 +158,9 @@ def make_prompts(tokenizer: "Tokenizer", texts: dict[str, str], tokens: int | No
 
 
 def check_same_vocabulary(tokenizer: "Tokenizer", other: "Tokenizer", texts: dict[str, str], what: str) -> None:
-    """Raise ValueError where another tokenizer reads the texts in another way: its model predicts other tokens.
+    """Raise ValueError where another tokenizer reads the texts in another way, or has other tokens: so predicts its model.
+
+    Special and other added tokens may differ, as those that a chat model has renamed, and one vocabulary may be padded.
 
     Args:
         tokenizer, other: of the reference and of the other model.
@@ -172,14 +176,62 @@ def check_same_vocabulary(tokenizer: "Tokenizer", other: "Tokenizer", texts: dic
                 f"{tokenizer.get_vocab_size():,} tokens; text {name!r} differs from token {at} on): their predictions cannot "
                 "be compared. Expected the model that it was made from"
             )
+    added = {*tokenizer.get_added_tokens_decoder(), *other.get_added_tokens_decoder()}
+    ours, theirs = ({i: name for name, i in each.get_vocab(with_added_tokens=False).items()} for each in (tokenizer, other))
+    differ = sorted(i for i in (ours.keys() & theirs.keys()) - added if ours[i] != theirs[i])
+    if differ:
+        first = differ[0]
+        raise ValueError(
+            f"{what} has another vocabulary than the reference ({len(differ):,} of {len(ours):,} tokens differ; token {first} "
+            f"is {theirs[first]!r}, the reference's is {ours[first]!r}): their predictions cannot be compared. Expected the "
+            "model that it was made from"
+        )
+
+
+def readable(tokenizer: "Tokenizer", ids: Sequence[int]) -> str:
+    """Text of tokens. Bytes that are no whole character, as a token may begin or end within one, are like `<0xE2>`."""
+    text = tokenizer.decode(list(ids), skip_special_tokens=False)
+    if "\ufffd" not in text:
+        return text
+    names = [tokenizer.id_to_token(token) or "" for token in ids]
+    if tokenizer.token_to_id("<0x00>") is not None:  # SentencePiece, whose tokens for bytes are called so
+        data = b"".join(_named_byte(name) or name.replace("\u2581", " ").encode() for name in names)
+    else:
+        data = b"".join(_byte_level(name) for name in names)
+        if data.decode(errors="replace") != text:
+            return text
+    escaped = data.decode(errors="surrogateescape")
+    return re.sub("[\udc80-\udcff]", lambda byte: f"<0x{ord(byte[0]) - 0xDC00:02X}>", escaped)
 
 
 def continuation(tokenizer: "Tokenizer", context: Sequence[int], token: int) -> str:
-    """What a token adds to the text of those before it; its own name where that is no whole character."""
+    """What a token adds to the text of those before it; its bytes, or its own name, where that is no whole character."""
     before = tokenizer.decode(list(context), skip_special_tokens=False)
     after = tokenizer.decode([*context, token], skip_special_tokens=False)
     added = after[len(before) :] if after.startswith(before) else ""
-    return added if added and "\ufffd" not in added else tokenizer.id_to_token(token) or ""
+    if added and "\ufffd" not in added:
+        return added
+    alone = tokenizer.decode([token], skip_special_tokens=False)
+    return readable(tokenizer, [token]) if "\ufffd" in alone else tokenizer.id_to_token(token) or ""
+
+
+def _named_byte(name: str) -> bytes | None:
+    found = re.fullmatch("<0x([0-9A-F]{2})>", name)
+    return bytes.fromhex(found[1]) if found else None
+
+
+def _byte_level(name: str) -> bytes:
+    """The bytes that a token's name stands for in byte-level vocabularies; what is no such name is text."""
+    bytes_of = _byte_level_alphabet()
+    return bytes(bytes_of[c] for c in name) if all(c in bytes_of for c in name) else name.encode()
+
+
+@cache
+def _byte_level_alphabet() -> dict[str, int]:
+    """Character -> byte: printable ones of Latin-1 stand for themselves, the others are numbered from 256 on."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = (byte for byte in range(256) if byte not in plain)
+    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def _prefix(tokenizer: "Tokenizer") -> list[int]:

@@ -38,7 +38,10 @@ def rows(content: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 def table(content: dict[str, Any]) -> "Table":
     from rich.table import Table
 
-    result = Table(*COLUMNS, box=None)
+    result = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for column in COLUMNS:
+        # Names are broken where there is no room, figures are never cut: 80 columns hold those of all modes.
+        result.add_column(column, overflow="fold", no_wrap=column not in ("mode", "text"))
     for row in rows(content):
         result.add_row(*row)
     return result

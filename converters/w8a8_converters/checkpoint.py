@@ -351,17 +351,25 @@ class HuggingFaceSource:
 
     def _find_side_files(self) -> dict[str, Path | bytes]:
         found: dict[str, Path | bytes] = {}
+        links = []
         for path in sorted(self.path.rglob("*")):
             relative = path.relative_to(self.path)
-            if any(part.startswith(".") for part in relative.parts) or not path.is_file():
+            if any(part.startswith(".") for part in relative.parts):
                 continue
             # Folders, too: one of the name of a file that is written would be in its way.
             if any(map(_is_not_carried, relative.parts)) or relative.parts[0] in _OWN_FILES:
+                continue
+            if not path.is_file():
+                if path.is_symlink():
+                    links.append(f"{relative} -> {os.readlink(path)}")
                 continue
             if path.stat().st_size > _SIDE_FILE_LIMIT:
                 self.notes.append(f"not carried over, too large: {relative}")
                 continue
             found[str(relative)] = within(self.path, path)
+        if links:
+            # A folder behind a link may hold the whole machine, or the link itself.
+            self.notes.append(f"not carried over, links that lead to no file: {_some(links)}; put the files themselves there")
         if not any(name in found for name in TOKENIZER_FILES):
             self.notes.append(f"no tokenizer to carry over: {self.path} has none of {', '.join(TOKENIZER_FILES)}")
         return found

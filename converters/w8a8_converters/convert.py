@@ -149,7 +149,9 @@ def open_source(src: Path, from_quantized: bool = False, hf_config: Path | None 
     # Imported here: a Hugging Face folder needs neither gguf nor tokenizers.
     from w8a8_converters.gguf.source import GGUFSource
 
-    return GGUFSource(src, hf_config)
+    source = GGUFSource(src, hf_config)
+    source.refuse_zeros()
+    return source
 
 
 def _check_disk(plan: Plan, source: Source, out: Path) -> None:

@@ -60,7 +60,7 @@ class Inspection:
             are None where the degree does not fit, and `problem` says why; `kv_bytes_per_token` is for a 16-bit cache of all
             attention layers, and None where the config does not tell.
         notes: what else the user should know.
-        problems: every problem found; empty if `convert` takes the checkpoint.
+        problems: every problem found; empty if `convert` takes the checkpoint and vLLM, as far as is asked, the model class.
         broken: whether one of them is a file that is damaged, incomplete or missing.
     """
 
@@ -99,10 +99,14 @@ class Inspection:
             self.problems.append(str(error))
 
 
-def inspect(path: str | Path) -> Inspection:
+def inspect(path: str | Path, unserved: Callable[[str], str | None] = lambda architecture: None) -> Inspection:
     """Looks at a .gguf file, any part of a split one, or a Hugging Face folder: reads no weights, writes nothing.
 
     It raises for nothing that it finds: that is in `problems`.
+
+    Args:
+        path: the file or folder.
+        unserved: says in one line why a model class of config.json cannot be served, None where it can.
     """
     path = Path(path).expanduser()
     found = Inspection(str(path))
@@ -118,6 +122,7 @@ def inspect(path: str | Path) -> Inspection:
     if source is None:
         return found
     found.model_type = source.config.get("model_type")
+    _check_served(source.config, found, unserved)
     found.parameters = sum(prod(info.shape) for info in source.tensors.values())
     found.notes += source.notes
     text = _text_config(source.config)
@@ -127,6 +132,18 @@ def inspect(path: str | Path) -> Inspection:
         fitting = [ranks for ranks in found.convert["tensor_parallel"] if ranks <= max(RANKS)]
         found.memory = [_memory(plan, text, ranks) for ranks in sorted({*RANKS, *fitting})]
     return found
+
+
+def _check_served(config: Mapping[str, Any], found: Inspection, unserved: Callable[[str], str | None]) -> None:
+    architectures = config.get("architectures")
+    names = [name for name in architectures if isinstance(name, str)] if isinstance(architectures, list) else []
+    problems = [unserved(name) for name in names]
+    if not problems or None in problems:
+        return
+    if config.get("auto_map"):
+        found.notes.append(f"{problems[0]}; or try --trust-remote-code, which runs the checkpoint's own code")
+    else:
+        found.add_problem(ConversionError(problems[0]))
 
 
 def _folder_format(path: Path) -> str | None:

@@ -98,7 +98,8 @@ def report_layers(
         folder: that folder.
         activations: a text, on which the unquantized model is run by transformers, one layer at a time, on the CPU.
         source: the unquantized model, where it is no longer where it was converted from.
-        progress: called with (stage, steps done, steps in all), stages `weights` and `activations`.
+        progress: called with (stage, steps done, steps in all), stages `weights` and `activations`, the latter two steps for
+            each decoder layer, forth and back. Each stage begins with 0.
 
     Raises:
         ConversionError: the folder has no quantized layers or no report of them, a text or the unquantized model cannot be
@@ -204,12 +205,14 @@ def _add_activations(
         raise ConversionError(f"{was}, from which {report.folder} was converted, is not there: name the model with --source")
     source = FoldedSource(open_source(path or was, from_quantized=bool(conversion.get("quantized_source"))))
     tokens = read_tokens(source, text)
-    streamer, ids = Streamer(source, Model(source, "--activations")), tokens.fit
+    model = Model(source, "--activations")
+    streamer, ids = Streamer(source, model), tokens.fit
     by_name = {layer.name: layer for layer in report.layers}
 
     def told(done: int, total: int) -> None:
         progress("activations", done, total)
 
+    told(0, 2 * len(model.layers))  # before the first layer, which takes a while
     for _, found in sensitivities(source, streamer, ids, told):
         for name, sensitive in found.items():
             layer = by_name.get(name)

@@ -1,4 +1,4 @@
-"""Broken files of every kind: exit code 2, one line that names the file and what is wrong with it, nothing written."""
+"""Broken files of every kind: exit code 1, one line that names the file and what is wrong with it, nothing written."""
 
 import json
 import os
@@ -30,10 +30,10 @@ def refuses(tmp_path):
     """Runs `convert` in this process; returns the one line of its error."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
 
-    def run(source: Path, code: int = 2) -> str:
+    def run(source: Path) -> str:
         before = sorted(tmp_path.rglob("*"))
         result = CliRunner().invoke(app, ["convert", str(source), str(tmp_path / "out")])
-        assert result.exit_code == code, result.stderr
+        assert result.exit_code == 1, result.stderr
         assert result.stdout == ""
         (line,) = [line for line in result.stderr.split("\n") if line.strip()]
         assert line.startswith("error: ")
@@ -224,6 +224,7 @@ BYTES = {
     "cut in the tensor table": (keep(0.25), "header cannot be read|is truncated"),
     "cut in the data": (keep(0.7), "is truncated: tensor .* ends at byte"),
     "zeros": (lambda raw: bytes(len(raw)), "is not a GGUF file"),
+    "cut in the data, and filled up": (lambda raw: raw[: int(0.7 * len(raw))].ljust(len(raw), b"\0"), "nothing but zeros"),
     "a text": (lambda raw: b"<!doctype html><title>404</title>" * 40, "is not a GGUF file: it begins with b'<!do'"),
     "a text that says GGUF": (lambda raw: b"GGUF" * 400, "version 1179993927, not known"),
 }
@@ -251,15 +252,38 @@ def test_gguf_bytes(good_gguf, refuses, tmp_path, case):
     assert re.search(rf"model\.gguf\b.*({match})", refuses(path))
 
 
+def zeroed(pieces: Pieces, name: str, but: int = 0) -> bytes:
+    """The file with zeros for a tensor, but for its last bytes."""
+    begin = pieces.tensors[name].offset
+    end = min((row.offset for row in pieces.tensors.values() if row.offset > begin), default=len(pieces.data)) - but
+    pieces.data = pieces.data[:begin] + bytes(end - begin) + pieces.data[end:]
+    return pieces.pack()
+
+
+@pytest.mark.parametrize("name", ["token_embd.weight", QUERY, "blk.0.ffn_down.weight"])
+def test_gguf_with_a_weight_of_zeros(pieces, refuses, tmp_path, name):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(zeroed(pieces, name))
+    assert f"error: tensor {name} of {path} holds nothing but zeros, expected weights: a download was cut" in refuses(path)
+
+
+def test_gguf_with_some_zeros(pieces, tmp_path):
+    """A norm may be zero, as Gemma's are by what is added to them; of a weight one row is enough."""
+    path = tmp_path / "model.gguf"
+    zeroed(pieces, NORM)
+    path.write_bytes(zeroed(pieces, QUERY, but=34))
+    result = CliRunner().invoke(app, ["convert", str(path), str(tmp_path / "out")])
+    assert result.exit_code == 0, result.stderr
+
+
 @pytest.mark.parametrize("name", ["I32", "F64", "Q8_1"])
 def test_gguf_with_a_type_that_is_no_weights(pieces, refuses, tmp_path, name):
-    """Not broken: exit code 1."""
     last = pieces.tensors["blk.0.ffn_down.weight"]
     last.type = Q[name]
     pieces.data = pieces.data.ljust(len(pieces.data) + 2**17, b"\0")
     path = tmp_path / "model.gguf"
     path.write_bytes(pieces.pack())
-    assert re.search(rf"tensor blk\.0\.ffn_down\.weight has type {name}, which cannot", refuses(path, code=1))
+    assert re.search(rf"tensor blk\.0\.ffn_down\.weight has type {name}, which cannot", refuses(path))
 
 
 # Safetensors folders of two shards.

@@ -82,7 +82,7 @@ def test_an_error_is_one_line(checkpoint, command, tmp_path):
 
 def test_a_missing_source(command):
     result = command(src="nowhere")
-    assert result.returncode == 2
+    assert result.returncode == 1
     assert "nowhere does not exist" in result.stderr
 
 

@@ -2,6 +2,9 @@
 
 import json
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,7 @@ from w8a8_converters.gguf import values
 from w8a8_converters.gguf.source import GGUFSource
 from w8a8_converters.inspect import Inspection, inspect
 
+ROOTS = os.pathsep.join(path for path in sys.path if path)
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 64, 256, 4, 2, 16, 2
 LLAMA = {
     "block_count": LAYERS,
@@ -282,7 +286,7 @@ def test_any_part_of_a_split_file(tmp_path):
         assert found.convert["int8"]["layers"] == LAYERS * len(SHAPES)
     (tmp_path / "model-00003-of-00003.gguf").unlink()
     code, found = run(tmp_path / "model-00001-of-00003.gguf")
-    assert code == 2
+    assert code == 1
     assert "model-00003-of-00003.gguf" in found["problems"][0]
 
 
@@ -356,6 +360,52 @@ def test_an_unknown_architecture(tmp_path):
     assert found["context_length"] == 256
     assert found["parameters"] == INT8_VALUES + 2 * VOCAB * HIDDEN + (2 * LAYERS + 1) * HIDDEN
     assert found["convert"] is None
+
+
+UNKNOWN = r"architecture StarlingForCausalLM is known neither to vLLM \S+ nor to transformers \S+, so that it cannot be served"
+
+
+def test_an_architecture_that_vllm_does_not_know(llama):
+    pytest.importorskip("vllm", reason="vLLM is not installed: nothing can be said of what it serves")
+    src = llama(config={"architectures": ["StarlingForCausalLM"]})
+    code, found = run(src)
+    assert (code, found["broken"]) == (1, False)
+    (problem,) = found["problems"]
+    assert re.match(UNKNOWN, problem)
+    assert found["convert"], "what convert would do is said nevertheless"
+    config = json.loads((src / "config.json").read_text()) | {"auto_map": {"AutoModel": "x.y"}}
+    (src / "config.json").write_text(json.dumps(config))
+    code, found = run(src)
+    assert (code, found["problems"]) == (0, [])
+    assert [re.match(UNKNOWN, note) is not None for note in found["notes"] if "--trust-remote-code" in note] == [True]
+
+
+@pytest.mark.parametrize(
+    "architectures",
+    [
+        ["LlamaForCausalLM"],
+        ["StarlingForCausalLM", "LlamaForCausalLM"],
+        ["LlamaForTokenClassification"],  # made of the generating one
+        ["VitDetModel"],  # of transformers alone
+        [],
+        [7],
+        "LlamaForCausalLM",
+    ],
+    ids=str,
+)
+def test_architectures_that_are_no_problem(llama, architectures):
+    assert run(llama(config={"architectures": architectures}))[1]["problems"] == []
+
+
+def test_vllm_is_not_imported_to_know_architectures(llama):
+    code = (
+        "import sys\nfrom vllm_w8a8_plugin.cli import app\n"
+        f"try:\n    app(['inspect', {str(llama())!r}])\nexcept SystemExit as end:\n    assert not end.code\n"
+        "assert not {'vllm', 'transformers'} & sys.modules.keys()"
+    )
+    environment = {**os.environ, "PYTHONPATH": ROOTS}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
 
 
 def test_every_problem_is_named(tmp_path):
@@ -444,7 +494,7 @@ def test_a_broken_gguf_file(tmp_path, size):
     path = write_gguf(tmp_path / "model.gguf", llama_tensors(), metadata())
     os.truncate(path, size if size >= 0 else path.stat().st_size - 5000)
     result = CliRunner().invoke(app, ["inspect", str(path)])
-    assert result.exit_code == 2
+    assert result.exit_code == 1
     problems = [line for line in result.output.splitlines() if line.startswith("problem: ")]
     assert len(problems) == 1
     assert "model.gguf" in problems[0]
@@ -457,7 +507,7 @@ def test_every_broken_file_of_a_folder_is_named(llama):
         os.truncate(path, path.stat().st_size - 10)
     (src / "tokenizer.json").write_text("{")
     code, found = run(src)
-    assert code == 2
+    assert code == 1
     assert found["broken"] is True
     assert len(found["problems"]) == 3
     for name in (
@@ -474,20 +524,20 @@ def test_a_missing_file(llama):
     src = llama(shards=3)
     (src / "model-00002-of-00003.safetensors").unlink()
     code, found = run(src)
-    assert code == 2
+    assert (code, found["broken"]) == (1, True)
     assert ["lacks 1 of the 3 files" in problem for problem in found["problems"]] == [True]
 
 
 def test_no_checkpoint_at_all(tmp_path):
     code, found = run(tmp_path / "nowhere")
-    assert (code, found["format"]) == (2, None)
+    assert (code, found["format"], found["broken"]) == (1, None, True)
     assert "nowhere does not exist" in found["problems"][0]
     (tmp_path / "link").symlink_to("nowhere")
     code, found = run(tmp_path / "link")
-    assert (code, found["format"]) == (2, None)
+    assert (code, found["format"], found["broken"]) == (1, None, True)
     assert "link is a link to nowhere, which does not exist" in found["problems"][0]
     code, found = run(tmp_path)
-    assert (code, found["format"]) == (1, None)
+    assert (code, found["format"], found["broken"]) == (1, None, False)
     assert "has no config.json" in found["problems"][0]
 
 

@@ -2,12 +2,15 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from tiny_models import VOCAB, make_model
+from typer.testing import CliRunner
 
+from vllm_w8a8_plugin.cli import app
 from w8a8_converters.checkpoint import HuggingFaceSource
 from w8a8_converters.convert import REPORT_FILE, convert
 from w8a8_converters.errors import BrokenFileError, ConversionError
@@ -93,7 +96,9 @@ def test_outlier_ratio_leaves_out_rows_of_zeros() -> None:
 
 
 def test_activations(unquantized: torch.nn.Module, converted: Path, tmp_path: Path) -> None:
-    report = report_layers(converted, tmp_path / "text.txt")
+    told = []
+    report = report_layers(converted, tmp_path / "text.txt", progress=lambda *step: told.append(step))
+    assert [step for step in told if step[0] == "activations"] == [("activations", done, 4) for done in range(5)]
     inputs: dict[str, torch.Tensor] = {}
     for layer in report.layers:
         hook = lambda _, args, name=layer.name: inputs.__setitem__(name, args[0].flatten(0, -2))  # noqa: E731
@@ -114,6 +119,18 @@ def test_activations(unquantized: torch.nn.Module, converted: Path, tmp_path: Pa
     assert q_proj.input_outliers >= 1.5 * q_proj.input_outliers_int8
     assert report.proposal.total == pytest.approx(sum(layer.predicted_kl for layer in report.layers))
     assert report.text == f"text.txt, {ids.numel()} tokens"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_command_says_that_the_model_runs(converted: Path, tmp_path: Path, terminal: bool) -> None:
+    """A line everywhere, and a bar of its steps on a terminal."""
+    arguments = ["report", str(converted), "--activations", str(tmp_path / "text.txt")]
+    environment = {"COLUMNS": "120", "TERM": "xterm", "FORCE_COLOR": "1" if terminal else ""}
+    result = CliRunner().invoke(app, arguments, env=environment)
+    assert result.exit_code == 0, result.output
+    line = f"running the unquantized model on {tmp_path / 'text.txt'}: 2 layers, forth and back\n"
+    assert line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", result.stderr)
+    assert ("4/4" in result.stderr) == terminal
 
 
 def test_the_source_may_have_moved(converted: Path, tmp_path: Path) -> None:

@@ -203,6 +203,13 @@ def test_budget(text, size):
     assert FoldingOptions(quality="auto", quality_budget=text).budget(2_000_000) == size
 
 
+@pytest.mark.parametrize("text", ["3", " 2.5 "])
+def test_budget_without_a_unit(text):
+    """It would be some bytes, where per cent or megabytes are meant."""
+    with pytest.raises(ConversionError, match=rf"{text!r} has no unit, .*: write {text.strip()}% or {text.strip()}MB"):
+        FoldingOptions(quality="auto", quality_budget=text)
+
+
 @pytest.mark.parametrize("text", ["much", "-1%", "%", "3 %%"])
 def test_bad_budget(text):
     with pytest.raises(ConversionError, match=r"is not a size: write it as 500MB, 1GiB, 2% or 0"):

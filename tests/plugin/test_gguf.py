@@ -191,6 +191,7 @@ REFUSED: dict[str, tuple[Callable[[Path], dict], str]] = {
         r"x-00001-of-00002\.gguf",
     ),
     "no GGUF": (lambda tmp: {"model": damaged(tmp)}, r"damaged\.gguf"),
+    "zeros": (lambda tmp: {"model": filled_up(tmp)}, r"blk\.0\.ffn_gate\.weight of .*cut\.gguf holds nothing but zeros"),
     "load format": (lambda tmp: {"model": tmp / "tiny.gguf", "load_format": "dummy"}, "leave --load-format out"),
     "draft": (
         lambda tmp: {
@@ -216,6 +217,13 @@ REFUSED: dict[str, tuple[Callable[[Path], dict], str]] = {
 def damaged(folder: Path) -> Path:
     (folder / "damaged.gguf").write_bytes(b"GGUF but not really")
     return folder / "damaged.gguf"
+
+
+def filled_up(folder: Path) -> Path:
+    """A file whose second half is zeros."""
+    data = write(folder / "cut.gguf").read_bytes()
+    (folder / "cut.gguf").write_bytes(data[: len(data) // 2].ljust(len(data), b"\0"))
+    return folder / "cut.gguf"
 
 
 @pytest.mark.usefixtures("file")

@@ -118,6 +118,6 @@ def test_errors_are_one_line(folder: Path, tmp_path: Path) -> None:
     assert len(result.output.strip().splitlines()) == 1
     (folder / "w8a8.safetensors").unlink()
     result = run(folder)
-    assert result.exit_code == 2
+    assert result.exit_code == 1
     assert "should be int8" in result.output
     assert not (folder / "conversion_report.md").exists()

@@ -1,7 +1,9 @@
 """`vllm-w8a8 eval`: its figures against the whole distributions, and what it does around the engines."""
 
+import io
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -11,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from typer.testing import CliRunner, Result
 
@@ -248,7 +251,54 @@ def test_continuation_keeps_spaces_and_split_characters() -> None:
     split = Tokenizer(models.BPE({"\u00c3": 0, "\u00a9": 1}, []))
     split.decoder = decoders.ByteLevel()
     assert split.decode([0, 1]) == "\u00e9"
-    assert prompting.continuation(split, [0], 1) == "\u00a9", "the token's own name where it changes what came before"
+    assert prompting.continuation(split, [0], 1) == "<0xA9>", "the token's own byte where it changes what came before"
+
+
+def byte_level() -> Tokenizer:
+    """A token for each byte, and two of several: a space with the beginning of a character, and its end."""
+    vocabulary = {token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocabulary |= {"\u0120\u00e2\u0122": 256, "\u00ac": vocabulary["\u00ac"]}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens(["<end>"])
+    return tokenizer
+
+
+def byte_fallback() -> Tokenizer:
+    """SentencePiece with tokens for bytes, and one with a space."""
+    pieces = [("<unk>", 0.0), *((f"<0x{byte:02X}>", -9.0) for byte in range(256)), ("\u2581a", -1.0), ("b", -1.0)]
+    tokenizer = Tokenizer(models.Unigram(pieces, 0, byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("make", "tokens", "text"),
+    [
+        (byte_level, ["a", "\u0120", "b"], "a b"),
+        (byte_level, ["a", "\u0120\u00e2\u0122"], "a <0xE2><0x80>"),  # U+2019, cut before its last byte
+        (byte_level, ["\u0142", "a", "\u0120"], "<0xA0>a "),  # begins within a character
+        (byte_level, ["\u0120\u00e2\u0122", "\u013b", "\u00e2"], " \u2019<0xE2>"),
+        (byte_level, ["\u00e2", "<end>", "\u010a"], "<0xE2><end>\n"),
+        (byte_fallback, ["\u2581a", "b", "<0xC3>", "<0xA9>"], " ab\u00e9"),
+        (byte_fallback, ["<0xA9>", "\u2581a", "<0xE2>", "<0x80>"], "<0xA9> a<0xE2><0x80>"),
+    ],
+)
+def test_bytes_of_cut_characters_are_shown(make: Callable[[], Tokenizer], tokens: list[str], text: str) -> None:
+    tokenizer = make()
+    ids = [tokenizer.token_to_id(token) for token in tokens]
+    assert None not in ids
+    assert prompting.readable(tokenizer, ids) == text
+    alone = prompting.readable(tokenizer, ids[-1:])
+    assert "\ufffd" not in alone + prompting.continuation(tokenizer, ids[:-1], ids[-1])
+    assert quality_report.code(prompting.readable(tokenizer, ids)).strip('`"') == text.replace("\n", "\\n")
+
+
+def test_a_replacement_character_of_the_text_stays() -> None:
+    tokenizer = byte_level()
+    ids = tokenizer.encode("a\ufffdb").ids
+    assert prompting.readable(tokenizer, ids) == "a\ufffdb"
 
 
 def test_modes_that_this_version_lacks_are_refused(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
@@ -534,14 +584,16 @@ def test_goes_on_where_it_stopped(command: Callable[..., Result], engines: Engin
     result = command("--mode", "bf16", "--mode", "rtn")
     assert result.exit_code == 130
     assert "interrupted: what was measured is in" in result.output
-    assert [file.name for file in (tmp_path / "out").iterdir()] == ["eval.partial.json"], "nothing looks finished"
+    files = sorted(file.name for file in (tmp_path / "out").iterdir())
+    assert [Path(name).suffix for name in files] == [".npz", ".json"]
+    assert all(name.startswith("eval.partial.") for name in files), "nothing looks finished"
     (first,) = content(tmp_path, "eval.partial.json")["cells"]
     engines.fails.clear()
     engines.ran.clear()
     assert command("--mode", "bf16", "--mode", "rtn").exit_code == 0
-    assert engines.ran == ["reference fp32", "rtn"]
+    assert engines.ran == ["rtn"]
     assert cells(tmp_path)["bf16", "fp32"] == first
-    assert not (tmp_path / "out" / "eval.partial.json").exists()
+    assert not list((tmp_path / "out").glob("*partial*"))
     engines.ran.clear()
     assert command("--mode", "bf16", "--mode", "rtn").exit_code == 0
     assert engines.ran == []
@@ -556,6 +608,61 @@ def test_interrupted_before_anything_is_measured(command: Callable[..., Result],
     assert result.exit_code == 130
     assert result.output.splitlines()[-1] == "interrupted: nothing was measured yet"
     assert not (tmp_path / "out").exists()
+
+
+def figures_of(tmp_path: Path) -> list[dict]:
+    return [{key: value for key, value in cell.items() if key != "seconds"} for cell in content(tmp_path)["cells"]]
+
+
+def test_an_interrupted_mode_does_not_lose_the_reference(
+    command: Callable[..., Result], engines: Engines, tmp_path: Path
+) -> None:
+    arguments = ("--mode", "bf16", "--reference", "fp32", "--reference", "bf16")
+    assert command(*arguments).exit_code == 0
+    expected = figures_of(tmp_path)
+    shutil.rmtree(tmp_path / "out")
+    for stopped, ran in (("reference bf16", ["reference fp32", "reference bf16"]), ("bf16", ["reference bf16", "bf16"])):
+        engines.ran.clear()
+        engines.fails = {stopped: KeyboardInterrupt()}
+        result = command(*arguments)
+        assert result.exit_code == 130
+        assert engines.ran == ran
+        kept = [str(file) for file in sorted((tmp_path / "out").iterdir())]
+        assert all(Path(file).name.startswith("eval.partial.") for file in kept)
+        said = f"interrupted: what was measured is in {', '.join(kept)}, the same command goes on from there"
+        assert result.output.splitlines()[-1] == said
+    engines.ran.clear()
+    engines.fails = {}
+    result = command(*arguments)
+    assert "reference fp32: already there" in result.output
+    assert engines.ran == ["bf16"]
+    assert figures_of(tmp_path) == expected
+    assert not list((tmp_path / "out").glob("*partial*"))
+
+
+@pytest.mark.parametrize("change", ["tokens", "support", "engine", "commit", "model", "force", "damaged"])
+def test_a_reference_of_something_else_is_not_taken(
+    change: str, command: Callable[..., Result], engines: Engines, model: Path, tmp_path: Path
+) -> None:
+    engines.fails["bf16"] = KeyboardInterrupt()
+    command("--mode", "bf16")
+    engines.ran.clear()
+    engines.fails.clear()
+    arguments = {
+        "tokens": ["--tokens", "31"],
+        "support": ["--support", "64"],
+        "engine": ["--engine", '{"max_num_seqs": 2}'],
+        "commit": ["--commit", "def"],
+        "force": ["--force"],
+    }
+    if change == "model":
+        (model / "model.safetensors").write_bytes(b"other weights")
+    if change == "damaged":
+        (kept,) = (tmp_path / "out").glob("*.npz")
+        os.truncate(kept, 100)
+    assert command("--mode", "bf16", *arguments.get(change, [])).exit_code == 0
+    assert engines.ran == ["reference fp32", "bf16"]
+    assert not list((tmp_path / "out").glob("*partial*"))
 
 
 def test_a_failed_mode_loses_no_other(command: Callable[..., Result], engines: Engines, tmp_path: Path) -> None:
@@ -751,6 +858,54 @@ def test_wrong_models(what: str, message: str, model: Path, engines: Engines, tm
     assert engines.ran == []
 
 
+def swap_tokens(file: Path, *names: str) -> None:
+    """Two tokens of a vocabulary have each other's number."""
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary[names[0]], vocabulary[names[1]] = vocabulary[names[1]], vocabulary[names[0]]
+    file.write_text(json.dumps(tokenizer))
+
+
+@pytest.mark.parametrize("how", ["unquantized", "quantized", "checkpoint"])
+def test_vocabularies_that_differ_where_the_text_does_not(how: str, model: Path, engines: Engines, tmp_path: Path) -> None:
+    config = {"quantization_config": {"quant_method": "w8a8"}} if how == "quantized" else {}
+    other = make_model(tmp_path / "other", config)
+    swap_tokens(other / "tokenizer.json", "\u00ff", "\u00f5")  # bytes that no UTF-8 has
+    arguments = [str(other), "--against", str(model)]
+    if how == "checkpoint":
+        arguments = [str(model), "--checkpoint", f"mine={other}"]
+    result = CliRunner().invoke(cli.app, ["eval", *arguments, "--tokens", "30", "--out", str(tmp_path / "out")])
+    assert result.exit_code == 1
+    (line,) = result.output.strip().splitlines()
+    assert f"{other} has another vocabulary than the reference (2 of 256 tokens differ; token " in line
+    assert "is '\u00ff', the reference's is '\u00f5')" in line
+    assert "Expected the model that it was made from" in line
+    assert engines.ran == []
+    assert not (tmp_path / "out").exists()
+
+
+def test_special_tokens_may_be_renamed_and_vocabularies_padded(tmp_path: Path) -> None:
+    folders = [make_model(tmp_path / name, special=name) for name in ("<s>", "<start>")]
+    tokenizers = [load_tokenizer(folder) for folder in folders]
+    tokenizers[1].add_tokens(["[PAD257]"])
+    prompting.check_same_vocabulary(*tokenizers, read_texts([]), "other")
+    prompting.check_same_vocabulary(*reversed(tokenizers), read_texts([]), "other")
+
+
+def test_another_unquantized_model_is_measured_itself(model: Path, engines: Engines, tmp_path: Path) -> None:
+    """Not the reference under its name."""
+    other = make_model(tmp_path / "rotated")
+    target, reference = Target.find(other), Target.find(model)
+    assert {mode.served for mode in choose_modes([], [], target, reference=reference).values()} == {target}
+    link = tmp_path / "link"
+    link.symlink_to(other)
+    assert {mode.served for mode in choose_modes([], [], target, reference=Target.find(link)).values()} == {None}
+    arguments = [str(other), "--against", str(model), "--mode", "bf16", "--tokens", "30", "--out", str(tmp_path / "out")]
+    assert CliRunner().invoke(cli.app, ["eval", *arguments]).exit_code == 0
+    assert engines.ran == ["reference fp32", "rotated"]
+    assert content(tmp_path)["cells"][0]["fingerprint"] == target.fingerprint()
+
+
 def test_results_are_written_whole(tmp_path: Path) -> None:
     results = Results.open(tmp_path / "deep" / "out", {"model": "m"})
     results.add({"mode": "bf16", "reference": "fp32", "texts": {}})
@@ -816,6 +971,23 @@ def test_markdown() -> None:
     assert "one (10 positions), two (20 positions)" in "".join(said)
     assert "vllm 0.32.0. Commit: abc" in "".join(said)
     assert "{'tensor_parallel_size': 2}" in "".join(said)
+
+
+def test_table_of_a_narrow_terminal() -> None:
+    """Names of modes and figures are whole in 80 columns; a long name is broken, not cut."""
+    long = "a-checkpoint-of-my-own-with-a-long-name"
+    cells = [synthetic(mode, 1.0) for mode in ("checkpoint", "tp-consistent", long)]
+    cells[0] |= {"texts": dict.fromkeys(("english", "code", "chinese"), cells[0]["texts"]["one"])}
+    console = Console(width=80, file=io.StringIO())
+    console.print(quality_report.table(CONTENT | {"cells": cells}))
+    said = console.file.getvalue()
+    lines = [line.split() for line in said.splitlines()]
+    figures = ["11.000", "1.1000", "0.01000", "0.2000", "90.0", "%", "95.0", "%"]
+    assert ["checkpoint", "fp32", "all", *figures] in lines
+    assert ["chinese", *figures] in lines
+    assert ["tp-consistent", "fp32", "all", *figures] in lines
+    assert "\u2026" not in said
+    assert long in "".join(line[0] for line in lines[lines.index(["tp-consistent", "fp32", "all", *figures]) + 3 :])
 
 
 def test_plot(tmp_path: Path) -> None:

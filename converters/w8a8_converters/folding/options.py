@@ -81,6 +81,10 @@ class FoldingOptions:
             return int(model_bytes * float(share[1]) / 100)
         if text in ("0", ""):
             return 0
+        if isinstance(self.quality_budget, str) and re.fullmatch(r"\d+(\.\d+)?", text):
+            raise ConversionError(
+                f"quality budget {self.quality_budget!r} has no unit, expected a share or size: write {text}% or {text}MB"
+            )
         try:
             return parse_size(text)
         except ConversionError:

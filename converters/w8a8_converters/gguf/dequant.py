@@ -85,6 +85,17 @@ def known_finite(packed: np.ndarray, kind: int) -> bool:
     return all(np.isfinite(np.ascontiguousarray(piece).view("<f2")).all() for piece in pieces)
 
 
+def only_zeros(packed: np.ndarray, kind: int) -> bool:
+    """Whether packed rows uint8 [rows, row_bytes] hold no other value than zero. Mostly the first row tells."""
+    start, count = 0, 1
+    most = max(1, _PIECE // packed.shape[1])
+    while start < len(packed):
+        if dequantize_rows(packed[start : start + count], kind).any():
+            return False
+        start, count = start + count, min(2 * count, most)
+    return True
+
+
 def _dequantize_blocks(blocks: np.ndarray, kind: int) -> np.ndarray:
     """Blocks uint8 [n, bytes of a block] -> fp32 [n, values of a block]."""
     # Block scales may be inf or NaN; the converter's own check names the tensor.

@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 from w8a8_converters.checkpoint import TensorInfo
+from w8a8_converters.errors import BrokenFileError
 from w8a8_converters.gguf.architectures import load_architecture
 from w8a8_converters.gguf.architectures.recipe import Recipe
 from w8a8_converters.gguf.checks import tensor_problems, type_problems
-from w8a8_converters.gguf.dequant import known_finite
+from w8a8_converters.gguf.dequant import known_finite, only_zeros
 from w8a8_converters.gguf.hf_config import HFConfigFolder
 from w8a8_converters.gguf.reader import GGUFFile, GGUFTensor
 from w8a8_converters.gguf.tokenizer import build_tokenizer
 from w8a8_converters.gguf.values import Stored, Values
+from w8a8_converters.layers import is_linear, is_stacked_experts, is_token_embedding
 
 
 class GGUFSource:
@@ -48,6 +50,7 @@ class GGUFSource:
         self._values: dict[str, Values] = {}
         self._sources: dict[str, list[GGUFTensor]] = {}
         self._finite: dict[str, bool] = {}
+        self._zero: dict[str, bool] = {}
         self.tensors: dict[str, TensorInfo] = {}
         for name, recipe in table.items():
             self._add(name, recipe)
@@ -80,6 +83,28 @@ class GGUFSource:
     def known_finite(self, name: str) -> bool:
         # What is done with a file's values keeps them finite.
         return all(map(self._is_known_finite, self._sources[name]))
+
+    def refuse_zeros(self) -> None:
+        """Reads the first values of embeddings and linear weights.
+
+        Raises:
+            BrokenFileError: one is zero as a whole, as where a download that was cut is filled up.
+        """
+        for name, info in self.tensors.items():
+            ndim = len(info.shape)
+            if not (is_linear(name, ndim) or is_token_embedding(name, ndim) or is_stacked_experts(name, ndim)):
+                continue
+            for tensor in self._sources[name]:
+                if self._is_zero(tensor):
+                    raise BrokenFileError(
+                        f"tensor {tensor.name} of {self.path} holds nothing but zeros, expected weights: a download was cut, "
+                        "or never filled the space that it had reserved; download it again"
+                    )
+
+    def _is_zero(self, tensor: GGUFTensor) -> bool:
+        if tensor.name not in self._zero:  # experts ask for the same stack
+            self._zero[tensor.name] = only_zeros(self._file.packed_rows(tensor), tensor.type)
+        return self._zero[tensor.name]
 
     def _is_known_finite(self, tensor: GGUFTensor) -> bool:
         if tensor.name not in self._finite:  # experts ask for the same stack
