@@ -115,20 +115,35 @@ def moe() -> str:
     return f"{table(['tokens', *names.values()], rows)}\n\n{source(path)}, commit {result['commit']}"
 
 
+def rates(result: dict) -> list[tuple[tuple, dict[str, float]]]:
+    """Tokens per second by mode of every model, phase and batch; prefill first."""
+    found: dict[tuple, dict[str, float]] = {}
+    for cell in result["cells"]:
+        found.setdefault((cell["model"], cell["phase"], cell["batch"]), {})[cell["mode"]] = cell["tokens_per_s"]
+    return sorted(found.items(), key=lambda item: (item[0][0], item[0][1] == "decode", item[0][2]))
+
+
 def engine() -> str:
     """Tokens per second of whole engines."""
     path, result = newest(f"engine-{GPU}")
-    rates: dict[tuple, dict[str, float]] = {}
-    for cell in result["cells"]:
-        key = cell["model"], cell["phase"], cell["batch"]
-        rates.setdefault(key, {})[cell["mode"]] = cell["tokens_per_s"]
     rows = [
         [model, phase, str(batch), *(f"{of[mode]:,.0f}" if mode in of else "" for mode in ENGINE)]
-        for (model, phase, batch), of in sorted(
-            rates.items(), key=lambda item: (item[0][0], item[0][1] == "decode", item[0][2])
-        )
+        for (model, phase, batch), of in rates(result)
     ]
     return f"{table(['model', 'phase', 'batch', *ENGINE.values()], rows)}\n\n{source(path)}"
+
+
+def engine_attention() -> str:
+    """Tokens per second of whole engines with our attention backend, and over the better of stock int8 and stock fp8."""
+    path, result = newest(f"engine-attention-{GPU}")
+    stock, ours = ("stock-int8", "stock-fp8"), ("ours", "ours-attention", "ours-attention-lmhead")
+    rows = []
+    for (_, phase, batch), of in rates(result):
+        best = max(of[mode] for mode in stock)
+        over = (f"{of[mode]:,.0f} ({of[mode] / best:.2f})" for mode in ours)
+        rows.append([phase, str(batch), *(f"{of[mode]:,.0f}" for mode in stock), *over])
+    names = [(ENGINE | FURTHER)[mode] for mode in (*stock, *ours)]
+    return f"{table(['phase', 'batch', *names], rows)}\n\n{source(path)}"
 
 
 def attention() -> str:
@@ -342,6 +357,7 @@ REPORTS: dict[str, Callable[[], str]] = {
     "quantize": quantize,
     "moe": moe,
     "engine": engine,
+    "engine-attention": engine_attention,
     "attention": attention,
     "attention-summary": attention_summary,
     "quality": quality,

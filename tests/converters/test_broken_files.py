@@ -260,11 +260,20 @@ def zeroed(pieces: Pieces, name: str, but: int = 0) -> bytes:
     return pieces.pack()
 
 
-@pytest.mark.parametrize("name", ["token_embd.weight", QUERY, "blk.0.ffn_down.weight"])
+@pytest.mark.parametrize("name", ["token_embd.weight", QUERY, "blk.0.ffn_up.weight"])
 def test_gguf_with_a_weight_of_zeros(pieces, refuses, tmp_path, name):
     path = tmp_path / "model.gguf"
     path.write_bytes(zeroed(pieces, name))
     assert f"error: tensor {name} of {path} holds nothing but zeros, expected weights: a download was cut" in refuses(path)
+
+
+def test_gguf_with_a_layer_that_adds_nothing(pieces, tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(zeroed(pieces, "blk.0.ffn_down.weight"))
+    result = CliRunner().invoke(app, ["convert", str(path), str(tmp_path / "out")])
+    assert result.exit_code == 0, result.stderr
+    said = " ".join((result.stdout + result.stderr).split())
+    assert "tensor blk.0.ffn_down.weight holds nothing but zeros: its layer adds nothing" in said
 
 
 def test_gguf_with_some_zeros(pieces, tmp_path):

@@ -157,6 +157,19 @@ def test_streamed_rows_equal_their_references(
     check(op, 11, K, block, dtype, device, config=config, stream_sms=programs)
 
 
+@pytest.mark.parametrize("M", [6, 40])
+@pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm"])
+def test_long_rows_have_their_norm_written(op: str, M: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many rows too long for a norm and a transform in one kernel: the norm, rounded as there, is what is streamed."""
+    rms_norm = pytest.importorskip("w8a8_kernels.quantize.rms_norm")
+    streamed = []
+    launch = rms_norm.launch_stream
+    monkeypatch.setattr(rms_norm, "launch_stream", lambda *args, **options: streamed.append(launch(*args, **options)))
+    monkeypatch.setattr(rms_norm, "STREAM_LONG_TILE", 2048)
+    check(op, M, 2112, 64, torch.bfloat16, device, **({} if device.type == "cuda" else {"stream_sms": 20}))
+    assert len(streamed) == (M > 32)
+
+
 def test_streamed_rows_take_no_maximum() -> None:
     row = pytest.importorskip("w8a8_kernels.quantize.row")
     config = StreamConfig(1024, 1, num_warps=4, num_stages=3, per_sm=1)

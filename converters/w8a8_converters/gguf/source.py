@@ -20,6 +20,8 @@ from w8a8_converters.gguf.tokenizer import build_tokenizer
 from w8a8_converters.gguf.values import Stored, Values
 from w8a8_converters.layers import is_linear, is_stacked_experts, is_token_embedding
 
+RESIDUAL_WEIGHTS = (".o_proj.weight", ".down_proj.weight")
+
 
 class GGUFSource:
     """Tensors under their Hugging Face names and in its order of rows; config and tokenizer rebuilt from the metadata.
@@ -87,19 +89,22 @@ class GGUFSource:
     def refuse_zeros(self) -> None:
         """Reads the first values of embeddings and linear weights.
 
+        What adds to the residual stream may be zero, as in layers put between others' (LLaMA Pro): that is a note.
+
         Raises:
-            BrokenFileError: one is zero as a whole, as where a download that was cut is filled up.
+            BrokenFileError: another one is zero as a whole, as where a download that was cut is filled up.
         """
         for name, info in self.tensors.items():
             ndim = len(info.shape)
             if not (is_linear(name, ndim) or is_token_embedding(name, ndim) or is_stacked_experts(name, ndim)):
                 continue
-            for tensor in self._sources[name]:
-                if self._is_zero(tensor):
+            for tensor in filter(self._is_zero, self._sources[name]):
+                if not name.endswith(RESIDUAL_WEIGHTS):
                     raise BrokenFileError(
                         f"tensor {tensor.name} of {self.path} holds nothing but zeros, expected weights: a download was cut, "
                         "or never filled the space that it had reserved; download it again"
                     )
+                self.notes.append(f"tensor {tensor.name} holds nothing but zeros: its layer adds nothing")
 
     def _is_zero(self, tensor: GGUFTensor) -> bool:
         if tensor.name not in self._zero:  # experts ask for the same stack

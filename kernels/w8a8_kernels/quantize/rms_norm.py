@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from w8a8_kernels.quantize.config import QuantizeConfig, StreamConfig, row_config
+from w8a8_kernels.quantize.config import STREAM_LONG_TILE, QuantizeConfig, StreamConfig, row_config, stream_config
 from w8a8_kernels.quantize.device import (
     amax_bits,
     chain_launches,
@@ -46,10 +46,12 @@ def rms_norm_quantize_kernel(
     HADAMARD: tl.constexpr,
     TENSOR_CORES: tl.constexpr,
     PDL: tl.constexpr,
+    QUANTIZE: tl.constexpr,
 ):
     """ROWS rows: sum [M, K] = x + residual where there is one, its norm to codes [M, K] int8 and scale [M] fp32.
 
-    See `add_rms_norm_quantize_reference`. PDL: as in `quantize_row_kernel`.
+    See `add_rms_norm_quantize_reference`. PDL: as in `quantize_row_kernel`. Without QUANTIZE, codes [M, K], of x's dtype, get
+    the norm itself.
     """
     b_signs = hadamard_signs(x_ptr.dtype.element_ty, HADAMARD, TENSOR_CORES)
     if PDL:
@@ -73,8 +75,9 @@ def rms_norm_quantize_kernel(
         transformed = ()
         for i in tl.static_range(CHUNKS):
             b_y = normalize(sums[i], b_rstd, weights[i], weight_offset)
-            b_y = transform(b_y, ROWS, BLOCK_K, HADAMARD, b_signs)
-            b_amax = tl.maximum(b_amax, amax_bits(b_y))
+            if QUANTIZE:
+                b_y = transform(b_y, ROWS, BLOCK_K, HADAMARD, b_signs)
+                b_amax = tl.maximum(b_amax, amax_bits(b_y))
             transformed += (b_y,)
     else:
         for i_k in range(0, K, BLOCK_K):
@@ -89,20 +92,23 @@ def rms_norm_quantize_kernel(
             b_x = load_sum(x_ptr, residual_ptr, o_m, o_k, mask, x_row_stride, residual_row_stride, HAS_RESIDUAL)
             b_weight = tl.load(weight_ptr + o_k, mask=o_k < K, other=0.0)
             b_y = normalize(b_x, b_rstd, b_weight, weight_offset)
-            b_amax = tl.maximum(b_amax, amax_bits(transform(b_y, ROWS, BLOCK_K, HADAMARD, b_signs)))
+            if QUANTIZE:
+                b_amax = tl.maximum(b_amax, amax_bits(transform(b_y, ROWS, BLOCK_K, HADAMARD, b_signs)))
+            else:
+                tl.store(codes_ptr + o_m * K + o_k, b_y, mask=mask)
 
-    b_scale, b_stored_scale, b_coded = row_scale(b_amax, HADAMARD)
-    store_scale(scale_ptr, b_stored_scale, M, ROWS)
-    b_factor, b_multiply, multiply_all = row_reciprocal(b_amax, b_scale, b_coded, DIVIDE)
+    if QUANTIZE:
+        b_scale, b_stored_scale, b_coded = row_scale(b_amax, HADAMARD)
+        store_scale(scale_ptr, b_stored_scale, M, ROWS)
+        b_factor, b_multiply, multiply_all = row_reciprocal(b_amax, b_scale, b_coded, DIVIDE)
     if CHUNKS > 0:
         for i in tl.static_range(CHUNKS):
             o_m, o_k, mask = tile_offsets(M, K, i * BLOCK_K, ROWS, BLOCK_K)
-            tl.store(
-                codes_ptr + o_m * K + o_k,
-                encode(transformed[i], b_scale, b_coded, b_factor, b_multiply, multiply_all, HADAMARD),
-                mask=mask,
-            )
-    else:
+            b_y = transformed[i]
+            if QUANTIZE:
+                b_y = encode(b_y, b_scale, b_coded, b_factor, b_multiply, multiply_all, HADAMARD)
+            tl.store(codes_ptr + o_m * K + o_k, b_y, mask=mask)
+    elif QUANTIZE:
         for i_k in range(0, K, BLOCK_K):
             o_m, o_k, mask = tile_offsets(M, K, i_k, ROWS, BLOCK_K)
             b_x = load_sum(x_ptr, residual_ptr, o_m, o_k, mask, x_row_stride, residual_row_stride, HAS_RESIDUAL)
@@ -131,7 +137,10 @@ def _launch(
     x = unit_rows(x)
     M, K = x.shape
     op = "rms_norm" if residual is None else "add_rms_norm"
-    config = config or row_config(M, K, x.dtype, hadamard, op, held=2, streams=stream_sms > 0)
+    streams = stream_sms > 0
+    # Long rows have their norm written, which is then streamed: with both in one kernel, registers spill.
+    after = stream_config(M, K, x.dtype, hadamard) if config is None and streams and K > STREAM_LONG_TILE else None
+    config = config or row_config(M, K, x.dtype, 0 if after else hadamard, op, held=2, streams=streams)
     codes, scale = empty_codes(M, K, x.device)
     summed = None
     if residual is not None:
@@ -144,8 +153,9 @@ def _launch(
         how = {"num_sms": stream_sms, "pdl": pdl, "op": "rms_norm", "norm": (weight, eps, weight_offset)}
         launch_stream(codes, scale, x, K, hadamard, config, residual=residual, summed=summed, **how)
         return codes, scale, summed
+    normalized = torch.empty((M, K), dtype=x.dtype, device=x.device) if after else None
     rms_norm_quantize_kernel[(triton.cdiv(M, config.rows),)](
-        codes,
+        normalized if after else codes,
         scale,
         summed,
         x,
@@ -158,8 +168,11 @@ def _launch(
         eps,
         weight_offset,
         HAS_RESIDUAL=residual is not None,
-        **kernel_options(config, K, hadamard, tensor_cores, pdl),
+        QUANTIZE=after is None,
+        **kernel_options(config, K, 0 if after else hadamard, tensor_cores, pdl),
     )
+    if after:
+        launch_stream(codes, scale, normalized, K, hadamard, after, num_sms=stream_sms, pdl=pdl)
     return codes, scale, summed
 
 
