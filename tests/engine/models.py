@@ -4,6 +4,15 @@ from pathlib import Path
 
 RESIDUAL = ("o_proj.weight", "down_proj.weight")
 
+# A layer of Qwen3-8B.
+QWEN3_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+
 
 def random_qwen3(out: Path, *, residual_gain: float = 1.0, tied: bool = False, seed: int = 0, **sizes) -> Path:
     """Write a random Qwen3 whose weights keep activations of ordinary size and whose predictions are far from uniform.

@@ -10,7 +10,7 @@ from random import Random
 import pytest
 import torch
 from engines import GPU_MEMORY, Run, run_engine
-from models import random_gemma3, random_qwen3
+from models import QWEN3_8B, random_gemma3, random_qwen3
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 
@@ -18,14 +18,7 @@ VOCABULARY = 320
 STEPS = 8
 # Longer than Gemma's window here, and than what one program takes of a context.
 PROMPTS = [[(7 * i * i + 13 * i + p) % VOCABULARY for i in range(n)] for p, n in enumerate((400, 333, 31, 5))]
-# Qwen3-8B's and Gemma 3 4B's layers; the window is short, so that it matters to short prompts.
-QWEN3_8B = {
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-}
+# Gemma 3 4B's layer; the window is short, so that it matters to short prompts.
 GEMMA3_4B = {
     "hidden_size": 2560,
     "intermediate_size": 10240,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from engines import GPU_MEMORY, Run, mean_kl, run_engine
-from models import random_qwen3
+from models import QWEN3_8B, random_qwen3
 
 pytestmark = [
     pytest.mark.gpu,
@@ -16,13 +16,6 @@ pytestmark = [
 
 VOCABULARY = 320
 PROMPTS = [[(7 * i * i + 13 * i + p) % VOCABULARY for i in range(64)] for p in range(8)]
-QWEN3_8B = {
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-}
 ONE, TENSOR, PIPELINE = {}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
 ONLINE = {"quantization": "w8a8"}
 SHARED = {"VLLM_W8A8_TP_CONSISTENT_ACTIVATIONS": "1"}
