@@ -184,6 +184,7 @@ def quality() -> str:
         "bf16": "bf16",
         "rtn": "W8A8, no transform",
         "hadamard": "W8A8 (default)",
+        "lmhead": "W8A8, int8 lm_head",
         "auto": "W8A8, `--quality auto`",
     }
     paths, results = zip(*(newest(f"quality-{model}") for model in models), strict=True)
