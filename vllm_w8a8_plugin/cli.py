@@ -144,10 +144,14 @@ def convert(
 
     Exits 1 where SRC or the options do not allow it.
     """
+    import json
+
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+    from vllm_w8a8_plugin.compat import architecture_problem
     from w8a8_converters.errors import ConversionError, one_line
+    from w8a8_converters.inspect import unserved_reason
 
     # As Ctrl-C: job schedulers, containers and lost terminals end a process so, and the partial folder must go.
     for ending in (signal.SIGTERM, signal.SIGHUP):
@@ -193,10 +197,15 @@ def convert(
     except ConversionError as error:
         typer.secho(f"error: {one_line(error)}", fg=typer.colors.RED, err=True)
         raise typer.Exit(1) from None
+    except OSError as error:  # the disk, or a limit on files
+        typer.secho(f"error: {out} was not written: {one_line(error)}", fg=typer.colors.RED, err=True)
+        raise typer.Exit(1) from None
     except (KeyboardInterrupt, SystemExit) as stop:
         typer.secho(f"interrupted: {out} was not written", fg=typer.colors.RED, err=True)
         raise typer.Exit(130 if isinstance(stop, KeyboardInterrupt) else stop.code) from None
     _print_report(report, console)
+    if reason := unserved_reason(json.loads((out / "config.json").read_text()), architecture_problem):
+        console.print(f"note: {one_line(reason)}", markup=False, highlight=False)
 
 
 @app.command(

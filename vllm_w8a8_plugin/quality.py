@@ -5,6 +5,7 @@ one that fails loses no other, and its figures are kept as soon as it is done. `
 """
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -15,7 +16,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -272,8 +273,34 @@ def versions() -> dict[str, str | None]:
     }
 
 
-RESULT, PARTIAL = "eval.json", "eval.partial.json"
+RESULT, PARTIAL, LOCK = "eval.json", "eval.partial.json", "eval.partial.lock"
 NO_RESULT = "is no result of this command: name another folder with --out"
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Let no other run write to a folder meanwhile; the folder is made, and removed again if nothing was put there.
+
+    Raises:
+        ValueError: another run does, or it is no folder.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file: name a folder with --out")
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = folder / LOCK
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"another run writes to {folder}: wait until it ends, or name another folder with --out"
+            ) from None
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+            if not any(folder.iterdir()):
+                folder.rmdir()
 
 
 @dataclass
@@ -308,11 +335,9 @@ class Results:
         """Continue what is in a folder, or begin.
 
         Raises:
-            ValueError: it is of another model, commit, text or setting, and is not to be replaced, or the folder is a file.
+            ValueError: it is of another model, commit, text or setting, and is not to be replaced.
         """
         results = cls(folder, head)
-        if folder.exists() and not folder.is_dir():
-            raise ValueError(f"{folder} is a file: name a folder with --out")
         file = results.partial if results.partial.exists() else results.file
         if not file.exists():
             return results
@@ -359,14 +384,14 @@ class Results:
         return self.folder / f"eval.partial.{reference}-{digest}.npz"
 
     def unfinished(self) -> list[Path]:
-        """Files of a run that is not finished."""
-        return [file for file in (self.partial, *sorted(self.folder.glob("eval.partial.*.npz"))) if file.exists()]
+        """Files of a run of these settings that is not finished."""
+        return [file for file in (self.partial, *sorted(map(self._reference_file, REFERENCES))) if file.exists()]
 
     def finish(self) -> None:
         """All was measured that was asked for: the partial file becomes the result."""
         if self.partial.exists():
             self.partial.replace(self.file)
-        for file in self.unfinished():
+        for file in self.folder.glob("eval.partial.*.npz"):  # also those of other settings, which nobody asks for any more
             file.unlink()
 
     def content(self) -> dict:

@@ -69,7 +69,7 @@ def evaluate(
     name: Annotated[str | None, typer.Option(help="What the results call MODEL. Default: its file name.")] = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Where the results go; goes on with what is there. Default: eval-NAME."),
+        typer.Option(metavar="FOLDER", help="Where the results go; goes on with what is there. Default: eval-name."),
     ] = None,
     engine: Annotated[
         str,
@@ -113,10 +113,12 @@ def evaluate(
         job = quality.Job(unquantized, prompts, tokenizer, support, arguments, timeout)
         name = name or target.name
         head = quality.make_head(job, name, commit)
-        results = quality.Results.open(out or Path(f"eval-{_slug(name)}"), head, force)
-        if results.cells and str(head["commit"]).endswith("-dirty"):
-            console.print(f"note: {head['commit']} may be other code than before: --force measures again")
-        failed = _measure(job, modes, references, results, force, console)
+        folder = out or Path(f"eval-{_slug(name)}")
+        with quality.alone(folder):
+            results = quality.Results.open(folder, head, force)
+            if results.cells and str(head["commit"]).endswith("-dirty"):
+                console.print(f"note: {head['commit']} may be other code than before: --force measures again")
+            failed = _measure(job, modes, references, results, force, console)
     content = results.content()
     if not content["cells"]:
         raise typer.Exit(1)

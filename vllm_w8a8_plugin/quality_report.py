@@ -15,7 +15,11 @@ COLUMNS = ("mode", "against", "text", "PPL", "ratio", "KL mean", "KL 99 %", "top
 _LEGEND = """\
 Perplexity (PPL), its ratio to the reference's, mean and 99th percentile of the Kullback-Leibler divergence from the reference
 in nats per token, and how often the likeliest token, and the five likeliest, are the reference's. The mode bf16 shows what
-rounding to bf16 alone does: no quantized model can be expected to be nearer to a reference in fp32."""
+rounding to bf16 alone does: no quantized model can be expected to be nearer to a reference in fp32. As a scale, the mean KL of
+two small models (SmolLM2-135M, Gemma 3 270M): 0.001 in bf16, 0.003 as `--quality auto` converts them, 0.005 to 0.007 quantized
+with the Hadamard transform, 0.04 without."""
+# Fewer say little: on 40, bf16's perplexity was 1 % better than fp32's.
+ENOUGH_POSITIONS = 1000
 
 
 def rows(content: dict[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -57,6 +61,9 @@ def markdown(content: dict[str, Any], plot: str | None = None) -> str:
     against = f" against {plain(content['against'])}" if content["against"] != content["model"] else ""
     parts = [f"# What quantization costs: {plain(content['model'])}{against}", _LEGEND]
     parts.append(markdown_table(COLUMNS, rows(content), left=3))
+    positions = sum(text["positions"] for text in content["texts"].values())
+    if positions < ENOUGH_POSITIONS:
+        parts.append(f"Only {positions} positions were scored: differences of a few per cent are chance. Give more text.")
     if content["failed"]:
         parts.append("Did not run:\n\n" + "\n".join(f"- {plain(f['mode'])}: {code(f['reason'])}" for f in content["failed"]))
     if plot:
@@ -89,7 +96,7 @@ def _provenance(content: dict[str, Any]) -> str:
     devices = sorted({entry["device"] for entry in content["cells"]})
     settings = content["settings"]
     lines = [
-        f"- Texts: {texts}, in prompts of {settings['chunk']} tokens.",
+        f"- Texts: {texts}, in prompts of at most {settings['chunk']} tokens.",
         f"- KL over the reference's {settings['support']} likeliest tokens, all others together as one more.",
         f"- Device: {', '.join(devices) or 'none'}. Versions: {versions}. Commit: {content['commit'] or 'none'}.",
     ]

@@ -134,16 +134,31 @@ def inspect(path: str | Path, unserved: Callable[[str], str | None] = lambda arc
     return found
 
 
-def _check_served(config: Mapping[str, Any], found: Inspection, unserved: Callable[[str], str | None]) -> None:
+def unserved_reason(config: Mapping[str, Any], unserved: Callable[[str], str | None]) -> str | None:
+    """Why no model class of a config.json can be served, in one line; None where one can, or none is named.
+
+    Args:
+        config: content of config.json.
+        unserved: as in `inspect`.
+    """
     architectures = config.get("architectures")
     names = [name for name in architectures if isinstance(name, str)] if isinstance(architectures, list) else []
     problems = [unserved(name) for name in names]
     if not problems or None in problems:
+        return None
+    if config.get("auto_map"):
+        return f"{problems[0]}; or try --trust-remote-code, which runs the checkpoint's own code"
+    return problems[0]
+
+
+def _check_served(config: Mapping[str, Any], found: Inspection, unserved: Callable[[str], str | None]) -> None:
+    reason = unserved_reason(config, unserved)
+    if reason is None:
         return
     if config.get("auto_map"):
-        found.notes.append(f"{problems[0]}; or try --trust-remote-code, which runs the checkpoint's own code")
+        found.notes.append(reason)
     else:
-        found.add_problem(ConversionError(problems[0]))
+        found.add_problem(ConversionError(reason))
 
 
 def _folder_format(path: Path) -> str | None:

@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import subprocess
@@ -78,6 +79,32 @@ def test_an_error_is_one_line(checkpoint, command, tmp_path):
         "layer, qkv_proj: skip qkv_proj (all of them) or none"
     ]
     assert not (tmp_path / "out").exists()
+
+
+def test_a_disk_that_refuses_is_one_line(checkpoint, tmp_path, monkeypatch):
+    """As a limit on the size of files does, which no check beforehand sees."""
+    from typer.testing import CliRunner
+
+    from vllm_w8a8_plugin.cli import app
+
+    def refuse(*_):
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    monkeypatch.setattr(os, "ftruncate", refuse)
+    result = CliRunner().invoke(app, ["convert", str(checkpoint()), str(tmp_path / "out")])
+    assert result.exit_code == 1
+    assert result.stderr.strip().splitlines()[-1] == f"error: {tmp_path / 'out'} was not written: [Errno 27] File too large"
+    assert [path.name for path in tmp_path.iterdir()] == ["src"]
+
+
+@pytest.mark.parametrize(("name", "said"), [("FooForCausalLM", True), ("LlamaForCausalLM", False)])
+def test_a_model_class_that_nobody_knows(checkpoint, command, name, said):
+    """It is converted, as another release may know it."""
+    pytest.importorskip("vllm")
+    checkpoint(config={"architectures": [name]})
+    result = command()
+    assert result.returncode == 0, result.stderr
+    assert ("note: architecture FooForCausalLM is known neither to vLLM" in result.stderr) == said
 
 
 def test_a_missing_source(command):

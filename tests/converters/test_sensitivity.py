@@ -210,6 +210,11 @@ def test_budget_without_a_unit(text):
         FoldingOptions(quality="auto", quality_budget=text)
 
 
+def test_budget_larger_than_the_model():
+    with pytest.raises(ConversionError, match="quality budget 101% is more than the int8 model itself"):
+        FoldingOptions(quality="auto", quality_budget="101%")
+
+
 @pytest.mark.parametrize("text", ["much", "-1%", "%", "3 %%"])
 def test_bad_budget(text):
     with pytest.raises(ConversionError, match=r"is not a size: write it as 500MB, 1GiB, 2% or 0"):

@@ -914,8 +914,8 @@ def test_results_are_written_whole(tmp_path: Path) -> None:
     results.finish()
     assert [file.name for file in results.folder.iterdir()] == ["eval.json"]
     assert Results.open(results.folder, {"model": "m"}).cells == results.cells
-    with pytest.raises(ValueError, match="is a file: name a folder with --out"):
-        Results.open(results.file, {"model": "m"})
+    with pytest.raises(ValueError, match="is a file: name a folder with --out"), quality.alone(results.file):
+        pass
 
 
 def test_positions_of_texts() -> None:
@@ -1017,3 +1017,28 @@ def test_without_matplotlib_there_is_no_plot(
     assert f"note: no plot, as matplotlib is not installed: {plots.INSTALL}" in result.output
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["eval.json", "eval.md"]
     assert "![" not in (tmp_path / "out" / "eval.md").read_text()
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    with quality.alone(folder):
+        with pytest.raises(ValueError, match=r"another run writes to .*out: wait until it ends"), quality.alone(folder):
+            pass
+        (folder / quality.RESULT).touch()
+    assert [file.name for file in folder.iterdir()] == [quality.RESULT]
+    with quality.alone(tmp_path / "nothing"):
+        pass
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_a_reference_of_other_settings_is_not_named_as_kept(tmp_path: Path) -> None:
+    (tmp_path / "eval.partial.fp32-0123456789abcdef.npz").touch()
+    assert Results(tmp_path, {"model": "a", "fingerprint": "b"}).unfinished() == []
+
+
+def test_few_positions_are_said_to_be_few() -> None:
+    content = {"model": "m", "against": "m", "cells": [], "failed": [], "versions": {}, "commit": None}
+    content |= {"settings": {"chunk": 250, "support": 512, "engine": {}, "environment": {}}}
+    for positions, few in ((999, True), (1000, False)):
+        said = quality_report.markdown(content | {"texts": {"english": {"positions": positions}}})
+        assert (f"Only {positions} positions were scored" in said) == few

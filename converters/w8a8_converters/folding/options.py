@@ -78,6 +78,8 @@ class FoldingOptions:
         """Bytes that a model of `model_bytes` may become larger by."""
         text = str(DEFAULT_BUDGET if self.quality_budget is None else self.quality_budget).strip()
         if share := re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text):
+            if float(share[1]) > 100:
+                raise ConversionError(f"quality budget {text} is more than the int8 model itself: write at most 100%")
             return int(model_bytes * float(share[1]) / 100)
         if text in ("0", ""):
             return 0
