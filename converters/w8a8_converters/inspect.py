@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from w8a8_converters.checkpoint import (
     DTYPE_NAMES,
     TOKENIZER_FILES,
+    W8A8_ALREADY,
     HuggingFaceSource,
     SafetensorsFile,
     Source,
@@ -60,7 +61,8 @@ class Inspection:
             are None where the degree does not fit, and `problem` says why; `kv_bytes_per_token` is for a 16-bit cache of all
             attention layers, and None where the config does not tell.
         notes: what else the user should know.
-        problems: every problem found; empty if `convert` takes the checkpoint and vLLM, as far as is asked, the model class.
+        problems: every problem found; empty if `convert` takes the checkpoint, or it is W8A8 already, and vLLM, as far as is
+            asked, the model class.
         broken: whether one of them is a file that is damaged, incomplete or missing.
     """
 
@@ -94,6 +96,9 @@ class Inspection:
         return None
 
     def add_problem(self, error: ConversionError) -> None:
+        if str(error).endswith(W8A8_ALREADY):  # nothing to convert, and nothing wrong
+            self.notes.append(str(error))
+            return
         self.broken = self.broken or isinstance(error, BrokenFileError)
         if str(error) not in self.problems:
             self.problems.append(str(error))
