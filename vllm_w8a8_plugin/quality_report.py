@@ -15,9 +15,9 @@ COLUMNS = ("mode", "against", "text", "PPL", "ratio", "KL mean", "KL 99 %", "top
 _LEGEND = """\
 Perplexity (PPL), its ratio to the reference's, mean and 99th percentile of the Kullback-Leibler divergence from the reference
 in nats per token, and how often the likeliest token, and the five likeliest, are the reference's. The mode bf16 shows what
-rounding to bf16 alone does: no quantized model can be expected to be nearer to a reference in fp32. As a scale, the mean KL of
-two small models (SmolLM2-135M, Gemma 3 270M): 0.001 in bf16, 0.003 as `--quality auto` converts them, 0.005 to 0.007 quantized
-with the Hadamard transform, 0.04 without."""
+rounding to bf16 alone does: no quantized model can be expected to be nearer to a reference in fp32. As a scale, the mean KL
+of two small models (SmolLM2-135M, Gemma 3 270M): 0.001 in bf16, 0.002 to 0.003 as `--quality auto` converts them, 0.005 to
+0.007 quantized with the Hadamard transform, 0.04 without."""
 # Fewer say little: on 40, bf16's perplexity was 1 % better than fp32's.
 ENOUGH_POSITIONS = 1000
 
