@@ -16,6 +16,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -31,6 +33,25 @@ def rss_anon() -> int:
     """Anonymous resident bytes of this process."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("RssAnon:")[2].split()[0]) * 1024
+
+
+@contextmanager
+def sampled_rss_anon() -> Iterator[list[int]]:
+    """`rss_anon` at the begin and every SAMPLE_SECONDS from then on, while the block runs."""
+    samples = [rss_anon()]
+    done = threading.Event()
+
+    def sample() -> None:
+        while not done.wait(SAMPLE_SECONDS):
+            samples.append(rss_anon())
+
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    try:
+        yield samples
+    finally:
+        done.set()
+        sampler.join()
 
 
 def write_checkpoint(folder: Path, total_bytes: int) -> tuple[int, int]:
@@ -79,21 +100,9 @@ def measure(src: Path, out: Path, fmt: str, max_shard_size: str) -> dict[str, fl
     from w8a8_converters.convert import convert
 
     imports = rss_anon()
-    samples = []
-    done = threading.Event()
-
-    def sample() -> None:
-        while not done.wait(SAMPLE_SECONDS):
-            samples.append(rss_anon())
-
-    sampler = threading.Thread(target=sample)
-    sampler.start()
     started = time.monotonic()
-    try:
+    with sampled_rss_anon() as samples:
         report = convert(src, out, format=fmt, max_shard_size=max_shard_size)
-    finally:
-        done.set()
-        sampler.join()
     return {
         "imports_bytes": imports,
         "peak_bytes_above_imports": max(samples) - imports,

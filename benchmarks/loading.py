@@ -14,15 +14,14 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
+from convert_memory import sampled_rss_anon
 from engine import MODELS
 from gpu_timing import RESULTS, provenance
 
 SHARD_BYTES = 2 * 10**9
-SAMPLE_SECONDS = 0.002
 MOST_ABOVE_MODEL = 1.10
 WAYS = {"bf16": {}, "online": {"quantization": "w8a8"}}
 
@@ -73,11 +72,6 @@ def write_checkpoint(folder: Path, config: dict) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
 
 
-def anonymous_bytes() -> int:
-    """Resident anonymous memory of this process."""
-    return int(Path("/proc/self/status").read_text().partition("RssAnon:")[2].split()[0]) * 1024
-
-
 def child(folder: Path, way: str) -> None:
     """Load the model and print what that took, as the last line."""
     import torch
@@ -88,28 +82,14 @@ def child(folder: Path, way: str) -> None:
 
     def watched(self, *args, **kwargs) -> None:
         torch.cuda.reset_peak_memory_stats()
-        before, loading = torch.cuda.memory_allocated(), threading.Event()
-        loading.set()
-        most = [anonymous_bytes()]
-
-        def sample() -> None:
-            while loading.is_set():
-                most[0] = max(most[0], anonymous_bytes())
-                time.sleep(SAMPLE_SECONDS)
-
-        sampler = threading.Thread(target=sample)
-        sampler.start()
-        start = time.perf_counter()
-        try:
+        before, start = torch.cuda.memory_allocated(), time.perf_counter()
+        with sampled_rss_anon() as samples:
             load_model(self, *args, **kwargs)
             torch.cuda.synchronize()
-        finally:
-            loading.clear()
-            sampler.join()
         said["seconds"] = round(time.perf_counter() - start, 1)
         said["model_bytes"] = torch.cuda.memory_allocated() - before
         said["peak_bytes"] = torch.cuda.max_memory_allocated() - before
-        said["host_anonymous_peak_bytes"] = most[0]
+        said["host_anonymous_peak_bytes"] = max(samples)
 
     Worker.load_model = watched
     LLM(

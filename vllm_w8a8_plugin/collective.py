@@ -1,11 +1,12 @@
 """The maximum over vLLM's tensor-parallel ranks, as an op: vLLM's own collectives, which torch.compile can trace, only add."""
 
 import torch
+from torch import library
 from torch.distributed import ReduceOp
 from vllm.distributed import get_tp_group
 
 # The library object must stay alive: dropping it unregisters the op.
-_LIBRARY = torch.library.Library("w8a8", "FRAGMENT")
+_LIBRARY = library.Library("w8a8", "FRAGMENT")
 _LIBRARY.define("max_over_ranks(Tensor amax) -> Tensor")
 
 
@@ -39,6 +40,6 @@ def _max_over_ranks(amax: torch.Tensor) -> torch.Tensor:
 _LIBRARY.impl("max_over_ranks", _max_over_ranks, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("w8a8::max_over_ranks")
+@library.register_fake("w8a8::max_over_ranks")
 def _max_over_ranks_fake(amax: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(amax)

@@ -69,7 +69,7 @@ def evaluate(
     name: Annotated[str | None, typer.Option(help="What the results call MODEL. Default: its file name.")] = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Where the results go; goes on with what is there. Default: eval-name."),
+        typer.Option(metavar="FOLDER", help="Where the results go, and go on. Default: eval-NAME in lower case."),
     ] = None,
     engine: Annotated[
         str,

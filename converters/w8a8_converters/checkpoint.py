@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, Protocol
 import torch
 from torch import Tensor
 
-from w8a8_converters.errors import BrokenFileError, ConversionError
+from w8a8_converters.errors import AlreadyW8A8Error, BrokenFileError, ConversionError
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -335,7 +335,7 @@ class HuggingFaceSource:
                 if section.get(key):
                     method = section[key].get("quant_method", "?") if isinstance(section[key], dict) else "?"
                     if method == "w8a8" or has_w8a8_groups(section[key]):
-                        raise ConversionError(f"{self.path}: {W8A8_ALREADY}")
+                        raise AlreadyW8A8Error(f"{self.path}: {W8A8_ALREADY}")
                     hint = from_quantized if method in _DEQUANTIZED_METHODS else advice
                     raise ConversionError(f"{self.path} is already quantized ({key}, method {method}): {hint}")
         for name in ("quant_config.json", "hf_quant_config.json", "quantize_config.json"):

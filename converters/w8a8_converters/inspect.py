@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from w8a8_converters.checkpoint import (
     DTYPE_NAMES,
     TOKENIZER_FILES,
-    W8A8_ALREADY,
     HuggingFaceSource,
     SafetensorsFile,
     Source,
@@ -18,7 +17,7 @@ from w8a8_converters.checkpoint import (
     read_json,
     within,
 )
-from w8a8_converters.errors import BrokenFileError, ConversionError
+from w8a8_converters.errors import AlreadyW8A8Error, BrokenFileError, ConversionError
 from w8a8_converters.formats import FORMATS
 from w8a8_converters.layers import is_lm_head, is_quantized_by_default, is_token_embedding, kind_of_kept, module_of
 from w8a8_converters.plan import Plan, Step, make_plan
@@ -96,7 +95,7 @@ class Inspection:
         return None
 
     def add_problem(self, error: ConversionError) -> None:
-        if str(error).endswith(W8A8_ALREADY):  # nothing to convert, and nothing wrong
+        if isinstance(error, AlreadyW8A8Error):
             self.notes.append(str(error))
             return
         self.broken = self.broken or isinstance(error, BrokenFileError)

@@ -8,6 +8,7 @@ import functools
 import importlib.util
 
 import torch
+from torch import library
 
 from w8a8_kernels.grouped_mm.config import ExpertsPlan, experts_plan, select_experts
 from w8a8_kernels.grouped_mm.reference import int8_experts_reference
@@ -40,7 +41,7 @@ from w8a8_kernels.tiles import Tile, kernel_for, tile_for
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 # The library object must stay alive: dropping it unregisters the ops.
-_LIBRARY = torch.library.Library("w8a8", "FRAGMENT")
+_LIBRARY = library.Library("w8a8", "FRAGMENT")
 _LIBRARY.define("quantize(Tensor x, int hadamard=0) -> (Tensor, Tensor)")
 _LIBRARY.define("quantize_amax(Tensor x, int hadamard=0) -> Tensor")
 _LIBRARY.define("quantize_with_amax(Tensor x, Tensor amax, int hadamard=0) -> (Tensor, Tensor)")
@@ -284,51 +285,51 @@ _LIBRARY.impl("int8_experts", int8_experts_reference, "CPU")
 _LIBRARY.impl("int8_experts", _int8_experts_cuda, "CUDA")
 
 
-@torch.library.register_fake("w8a8::quantize")
+@library.register_fake("w8a8::quantize")
 def _quantize_fake(x: torch.Tensor, hadamard: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(x.shape, dtype=torch.int8), x.new_empty((x.shape[0], 1), dtype=torch.float32)
 
 
-@torch.library.register_fake("w8a8::quantize_amax")
+@library.register_fake("w8a8::quantize_amax")
 def _quantize_amax_fake(x: torch.Tensor, hadamard: int = 0) -> torch.Tensor:
     return x.new_empty((x.shape[0], 1), dtype=torch.float32)
 
 
-@torch.library.register_fake("w8a8::quantize_with_amax")
+@library.register_fake("w8a8::quantize_with_amax")
 def _quantize_with_amax_fake(x: torch.Tensor, amax: torch.Tensor, hadamard: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return _quantize_fake(x)
 
 
-@torch.library.register_fake("w8a8::rms_norm_quantize")
+@library.register_fake("w8a8::rms_norm_quantize")
 def _rms_norm_quantize_fake(
     x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0, hadamard: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return _quantize_fake(x)
 
 
-@torch.library.register_fake("w8a8::add_rms_norm_quantize")
+@library.register_fake("w8a8::add_rms_norm_quantize")
 def _add_rms_norm_quantize_fake(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0, hadamard: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return *_quantize_fake(x), x.new_empty(x.shape)
 
 
-@torch.library.register_fake("w8a8::silu_mul_quantize")
+@library.register_fake("w8a8::silu_mul_quantize")
 def _silu_mul_quantize_fake(x: torch.Tensor, hadamard: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return _quantize_fake(x.new_empty((x.shape[0], x.shape[1] // 2)))
 
 
-@torch.library.register_fake("w8a8::scaled_mm")
+@library.register_fake("w8a8::scaled_mm")
 def _scaled_mm_fake(x, x_scale, weight, weight_scale, bias, out_dtype):
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
 
 
-@torch.library.register_fake("w8a8::scaled_mm_packed")
+@library.register_fake("w8a8::scaled_mm_packed")
 def _scaled_mm_packed_fake(x, x_scale, packed, N, bias, out_dtype):
     return x.new_empty((x.shape[0], N), dtype=out_dtype)
 
 
-@torch.library.register_fake("w8a8::int8_experts")
+@library.register_fake("w8a8::int8_experts")
 def _int8_experts_fake(x, *arguments, **options):
     return x.new_empty(x.shape)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from w8a8_converters import convert as converter
 from w8a8_converters.convert import convert
-from w8a8_converters.errors import BrokenFileError, ConversionError
+from w8a8_converters.errors import AlreadyW8A8Error, BrokenFileError, ConversionError
 from w8a8_converters.folding.options import FoldingOptions
 from w8a8_converters.quantized import gptq
 from w8a8_converters.quantized.source import QuantizedSource
@@ -471,7 +471,7 @@ def test_w8a8_itself(checkpoint, refuses, tmp_path):
     for name, options in (("w8a8", {}), ("compressed", {"format": "compressed-tensors"})):
         src = tmp_path / "src"
         convert(src if src.exists() else checkpoint(), tmp_path / name, **options)
-        refuses(tmp_path / name, "it is W8A8 already: serve it as it is")
+        refuses(tmp_path / name, "it is W8A8 already: serve it as it is", AlreadyW8A8Error)
 
 
 def test_what_is_not_quantized(checkpoint, refuses, tmp_path):

@@ -9,8 +9,13 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 ROOT = Path(__file__).parents[2]
 RUNNER = Path(__file__).with_name("engine_runner.py")
@@ -136,6 +141,13 @@ def run_engine(
     ]
     counted = tuple(results["compilations"])
     return Run(answers, done.stdout, counted, later, results["addresses"], results["accepted"])
+
+
+def side_by_side(run: Callable[[T], Run], ways: Iterable[T], most: int | None = None) -> dict[T, Run]:
+    """Runs of engines that are started together, up to `most` at a time, as starting takes long. See `GPU_MEMORY`."""
+    ways = list(ways)
+    with ThreadPoolExecutor(most) as pool:
+        return dict(zip(ways, pool.map(run, ways), strict=True))
 
 
 def _run(command: list[str], env: dict[str, str], cwd: str, timeout_s: float) -> subprocess.CompletedProcess[str]:

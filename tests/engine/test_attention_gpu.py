@@ -3,13 +3,12 @@
 import math
 import re
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 
 import pytest
 import torch
-from engines import GPU_MEMORY, Run, run_engine
+from engines import GPU_MEMORY, Run, run_engine, side_by_side
 from models import QWEN3_8B, random_gemma3, random_qwen3
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
@@ -84,12 +83,6 @@ def serve(folder: Path, backend: str, prefill: str = "auto", sampling: dict | No
     )
 
 
-def side_by_side(run: Callable[[tuple], Run], ways: list[tuple]) -> list[Run]:
-    """Engines side by side: starting takes long, and their caches are of one size whatever else runs."""
-    with ThreadPoolExecutor() as pool:
-        return list(pool.map(run, ways))
-
-
 def kl(reference: Run, other: Run, part: str) -> float:
     """Mean KL(reference || other) in nats of the positions of the prompts or of the steps after them."""
     total, count = 0.0, 0
@@ -151,10 +144,13 @@ def test_as_far_from_flash_attention_as_vllms_triton_backend(folders: dict[str, 
 
 def test_an_int8_cache(folders: dict[str, Path]) -> None:
     """Nearly twice the tokens, and no farther from 16 bits than vLLM's own kernels are with theirs."""
-    flash, triton, ours, ours_int8 = side_by_side(
-        lambda way: serve(folders["qwen3"], way[0], sampling=PROMPT_LOGPROBS, **way[1]),
-        [(FLASH, {}), (TRITON, INT8), (OURS, {}), (OURS, INT8)],
-    )
+    ways = {"flash": (FLASH, {}), "triton": (TRITON, INT8), "ours": (OURS, {}), "ours_int8": (OURS, INT8)}
+
+    def run(way: str) -> Run:
+        backend, cache = ways[way]
+        return serve(folders["qwen3"], backend, sampling=PROMPT_LOGPROBS, **cache)
+
+    flash, triton, ours, ours_int8 = side_by_side(run, ways).values()
     tokens = [int(re.search(r"GPU KV cache size: ([\d,]+) tokens", run.log)[1].replace(",", "")) for run in (ours, ours_int8)]
     print(f"tokens in the cache: {tokens[0]} in 16 bits, {tokens[1]} in int8, {tokens[1] / tokens[0]:.3f} times as many")
     assert tokens[1] >= 1.9 * tokens[0]
@@ -178,8 +174,7 @@ def test_a_full_cache_with_prefixes_and_chunks(folders: dict[str, Path]) -> None
     full = {"enable_prefix_caching": True, "num_gpu_blocks_override": 128, "block_size": 16, "max_num_batched_tokens": 128}
     ways = {(backend, name): options for backend in (FLASH, OURS) for name, options in (("plain", plain), ("full", full))}
     ways[TRITON, "plain"] = plain
-    answered = side_by_side(lambda way: serve(folders["qwen3"], way[0], "triton", prompts=prompts, **ways[way]), list(ways))
-    runs = dict(zip(ways, answered, strict=True))
+    runs = side_by_side(lambda way: serve(folders["qwen3"], way[0], "triton", prompts=prompts, **ways[way]), ways)
     for backend in (FLASH, OURS):
         found = sum(answer.cached_tokens for answer in runs[backend, "full"].answers)
         print(f"{backend}: {found} of {sum(map(len, prompts))} tokens were found in the cache")

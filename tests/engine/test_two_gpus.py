@@ -1,11 +1,10 @@
 """Two GPUs: ranks and stages over NCCL against one GPU, in layers of Qwen3-8B's shape."""
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from engines import GPU_MEMORY, Run, mean_kl, run_engine
+from engines import GPU_MEMORY, Run, mean_kl, run_engine, side_by_side
 from models import QWEN3_8B, random_qwen3
 
 pytestmark = [
@@ -60,8 +59,7 @@ def runs(root: Path) -> dict[str, Run]:
             env=env,
         )
 
-    with ThreadPoolExecutor(ENGINES) as pool:
-        return dict(zip(ways, pool.map(run, ways), strict=True))
+    return side_by_side(run, ways, ENGINES)
 
 
 @pytest.mark.parametrize("way", ["online", "checkpoint"])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from w8a8_converters.checkpoint import W8A8_ALREADY, TensorInfo, is_w8a8_group
-from w8a8_converters.errors import BrokenFileError, ConversionError
+from w8a8_converters.errors import AlreadyW8A8Error, BrokenFileError, ConversionError
 from w8a8_converters.quantized.base import (
     FLOATS,
     PackedWeight,
@@ -106,7 +106,7 @@ def _scheme(group: Any, overall: str) -> _Scheme | None:
     kind = one_of(weights, "type", ("int", "float"), "int")
     bits = one_of(weights, "num_bits", (8,) if kind == "float" else (4, 8), 8)
     if is_w8a8_group(group):
-        raise ConversionError(W8A8_ALREADY)
+        raise AlreadyW8A8Error(W8A8_ALREADY)
     strategy = one_of(weights, "strategy", _STRATEGIES, "group" if weights.get("group_size") else "tensor")
     if kind == "int" and strategy == "block":
         raise ConversionError("quantization_config: blocks of integers are not supported")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from w8a8_converters.checkpoint import DTYPE_NAMES, W8A8_ALREADY, HuggingFaceSource, TensorInfo, read_json, within
-from w8a8_converters.errors import BrokenFileError, ConversionError
+from w8a8_converters.errors import AlreadyW8A8Error, BrokenFileError, ConversionError
 from w8a8_converters.layers import is_quantized_by_default, module_of
 from w8a8_converters.quantized.awq import Awq
 from w8a8_converters.quantized.base import PackedWeight, QuantizedFormat
@@ -197,7 +197,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 def _format(method: str, settings: Mapping[str, Any]) -> QuantizedFormat:
     if method == "w8a8":
-        raise ConversionError(W8A8_ALREADY)
+        raise AlreadyW8A8Error(W8A8_ALREADY)
     if method not in METHODS:
         raise ConversionError(
             f"it is quantized by {method}, which is not dequantized here, only {', '.join(METHODS)}: convert from the "

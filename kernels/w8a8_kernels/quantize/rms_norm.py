@@ -140,7 +140,8 @@ def _launch(
     streams = stream_sms > 0
     # Long rows have their norm written, which is then streamed: with both in one kernel, registers spill.
     after = stream_config(M, K, x.dtype, hadamard) if config is None and streams and K > STREAM_LONG_TILE else None
-    config = config or row_config(M, K, x.dtype, 0 if after else hadamard, op, held=2, streams=streams)
+    here = 0 if after else hadamard
+    config = config or row_config(M, K, x.dtype, here, op, held=2, streams=streams)
     codes, scale = empty_codes(M, K, x.device)
     summed = None
     if residual is not None:
@@ -169,7 +170,7 @@ def _launch(
         weight_offset,
         HAS_RESIDUAL=residual is not None,
         QUANTIZE=after is None,
-        **kernel_options(config, K, 0 if after else hadamard, tensor_cores, pdl),
+        **kernel_options(config, K, here, tensor_cores, pdl),
     )
     if after:
         launch_stream(codes, scale, normalized, K, hadamard, after, num_sms=stream_sms, pdl=pdl)
