@@ -94,7 +94,8 @@ def check(args: dict, lens, tolerance=2e-6, tile=SMALL, splits=1, **options) -> 
     expected = paged_attention_reference(**args, **options)
     most = {"most_queries": max(queries for queries, _ in lens), "most_keys": max(keys for _, keys in lens)}
     group = args["q"].shape[1] // args["key_cache"].shape[2]
-    plan = AttentionPlan(tile, most["most_queries"] * power_of_two(group) <= tile.block_m, splits)
+    one_tile, one_query = most["most_queries"] * power_of_two(group) <= tile.block_m, most["most_queries"] == 1
+    plan = AttentionPlan(tile, one_tile, splits, one_query=tile.int8_dot and one_query)
     got = paged_attention(**args, **options, **most, plan=plan).float()
     error = (got - expected).norm() / expected.norm()
     assert error < tolerance, float(error)
@@ -166,6 +167,13 @@ def test_int8_products(device, lens, group, splits):
     """Queries and weights of 16 bits: 1 / 127 / 254 / 2 of the greatest at most, from which relative errors of sums follow."""
     tile = AttentionTile(power_of_two(max(8, group * lens[0][0])), 32, num_warps=4, num_stages=2, int8_dot=True)
     check(inputs(device, lens, int8=True, heads=group, kv_heads=1), lens, tolerance=1e-4, tile=tile, splits=splits)
+
+
+def test_a_plan_for_one_query_refuses_more(device):
+    tile = AttentionTile(block_m=8, block_n=32, num_warps=1, num_stages=3, int8_dot=True)
+    plan = AttentionPlan(tile, one_tile=True, splits=1, one_query=True)
+    with pytest.raises(ValueError, match="for 2 queries x 2 heads"):
+        paged_attention(**inputs(device, [(2, 40)], int8=True), most_queries=2, most_keys=40, plan=plan)
 
 
 @pytest.mark.parametrize("option", [{"softcap": 2.0}, {"window": 17}, {"causal": False}])

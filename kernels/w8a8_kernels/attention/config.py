@@ -43,11 +43,16 @@ class AttentionTile:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """How a batch is computed: the tile; whether it holds all queries of a sequence; programs that share its keys."""
+    """How a batch is computed.
+
+    The tile; whether it holds all queries of a sequence; programs that share its keys; whether, where that makes a difference,
+    no sequence has more than one query.
+    """
 
     tile: AttentionTile
     one_tile: bool
     splits: int
+    one_query: bool = False
 
 
 def attention_plan(
@@ -80,7 +85,8 @@ def attention_plan(
         return AttentionPlan(_prefill_tile(D, group, int8, capability), one_tile=False, splits=1)
     splits = number_of_splits(n_sequences * kv_heads, most_keys, num_sms, int8)
     many = n_sequences * kv_heads * splits > PROGRAMS_PER_SM * num_sms
-    return AttentionPlan(_decode_tile(D, rows, int8, many, capability), one_tile=True, splits=splits)
+    tile = _decode_tile(D, rows, int8, many, capability)
+    return AttentionPlan(tile, one_tile=True, splits=splits, one_query=tile.num_warps == 1 and most_queries == 1)
 
 
 def _decode_tile(D: int, rows: int, int8: bool, many: bool, capability: tuple[int, int]) -> AttentionTile:

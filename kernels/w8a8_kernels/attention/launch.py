@@ -59,8 +59,9 @@ def paged_attention(
     tile, splits = plan.tile, plan.splits
     block_g, block_d = power_of_two(group), power_of_two(D)
     tile_queries = tile.block_m // block_g
-    if tile_queries < (most_queries if plan.one_tile else 1):
-        raise ValueError(f"paged_attention: got a tile of {tile.block_m} rows for {most_queries} queries x {group} heads")
+    room = 1 if plan.one_query else tile_queries
+    if room < (most_queries if plan.one_tile else 1):
+        raise ValueError(f"paged_attention: got a plan of {plan} for {most_queries} queries x {group} heads")
     n_tiles = n_sequences if plan.one_tile else T // tile_queries + n_sequences
     part = part_max = part_sum = out
     if splits > 1:
@@ -108,6 +109,7 @@ def paged_attention(
         BLOCK_SIZE=block_size,
         SPLIT=splits > 1,
         ONE_TILE=plan.one_tile,
+        ONE_QUERY=plan.one_query,
         CAUSAL=causal,
         WINDOW=window is not None,
         SOFTCAP=softcap != 0,
