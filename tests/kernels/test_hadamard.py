@@ -1,8 +1,10 @@
 """The block Hadamard transform: the transform itself, the block rule, and quantizers that apply it."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
-from inputs import activations
+from inputs import activations, same_bits, short_squares
 
 import w8a8_kernels
 from w8a8_kernels.hadamard import BLOCKS, block_size, chosen_block, hadamard_transform, parse_choice, ranks_that_fit
@@ -10,6 +12,7 @@ from w8a8_kernels.quantize import (
     add_rms_norm_quantize_reference,
     quantize_reference,
     rms_norm_quantize_reference,
+    rms_norm_reference,
     silu_mul_quantize_reference,
 )
 from w8a8_kernels.quantize.config import STREAM_OPS, StreamConfig, stream_config
@@ -117,6 +120,11 @@ def assert_close(got: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ..
         assert torch.equal(mine.cpu().nan_to_num(), reference.nan_to_num())
 
 
+def assert_equal(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
+    for a, b in zip(got, expected, strict=True):
+        assert same_bits(a, b), f"{(a != b).sum()} of {a.numel()} differ"
+
+
 OPS = ("quantize", "rms_norm", "add_rms_norm", "silu_mul")
 
 
@@ -159,15 +167,44 @@ def test_streamed_rows_equal_their_references(
 
 @pytest.mark.parametrize("M", [6, 40])
 @pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm"])
-def test_long_rows_have_their_norm_written(op: str, M: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many rows too long for a norm and a transform in one kernel: the norm, rounded as there, is what is streamed."""
+def test_long_rows_are_read_by_two_kernels(op: str, M: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many rows too long for a norm and a transform in one kernel: they are streamed after another has found their rstd."""
     rms_norm = pytest.importorskip("w8a8_kernels.quantize.rms_norm")
-    streamed = []
+    rstds = []
+
+    def launch_stream(*args, rstd: torch.Tensor | None = None, **options) -> None:
+        rstds.append(rstd)
+        launch(*args, rstd=rstd, **options)
+
     launch = rms_norm.launch_stream
-    monkeypatch.setattr(rms_norm, "launch_stream", lambda *args, **options: streamed.append(launch(*args, **options)))
+    monkeypatch.setattr(rms_norm, "launch_stream", launch_stream)
     monkeypatch.setattr(rms_norm, "STREAM_LONG_TILE", 2048)
     check(op, M, 2112, 64, torch.bfloat16, device, **({} if device.type == "cuda" else {"stream_sms": 20}))
-    assert len(streamed) == (M > 32)
+    assert [None if rstd is None else rstd.shape for rstd in rstds] == ([(M,)] if M > 32 else [])
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize(("block_k", "rows"), [(4096, 1), (1024, 1), (4096, 4)])
+def test_rows_of_two_kernels_equal_the_unfused_pair(
+    block_k: int, rows: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, with an offset of the weight, a stride of the rows, and tiles of more chunks or rows than the rule's."""
+    rms_norm = pytest.importorskip("w8a8_kernels.quantize.rms_norm")
+    row = pytest.importorskip("w8a8_kernels.quantize.row")
+    if device.type == "cuda":
+        pytest.skip("the ops choose the tile there: test_long_rows_equal_the_unfused_pair_on_gpu")
+    M, K = 38, 2112
+    config = StreamConfig(block_k, -(-K // block_k), num_warps=4, num_stages=3, per_sm=1, rows=rows)
+    monkeypatch.setattr(rms_norm, "STREAM_LONG_TILE", 2048)
+    monkeypatch.setattr(rms_norm, "stream_config", lambda *args: config)
+    x = short_squares(M, K + 64, dtype, device)[:, :K]
+    weight = torch.linspace(-0.5, 0.5, K, dtype=dtype)
+    got = rms_norm.rms_norm_quantize_row(x, weight, EPS, 1.0, 64, stream_sms=7)
+    assert_equal(got, row.quantize_row(rms_norm_reference(x, weight, EPS, 1.0), 64))
+    residual = short_squares(M, K, dtype, device, 1)
+    *got, summed = rms_norm.add_rms_norm_quantize_row(x, residual, weight, EPS, 1.0, 64, stream_sms=7)
+    assert_equal((summed,), (x + residual,))
+    assert_equal(got, row.quantize_row(rms_norm_reference(summed, weight, EPS, 1.0), 64))
 
 
 def test_streamed_rows_take_no_maximum() -> None:
@@ -207,6 +244,24 @@ def test_kernels_equal_their_references_on_gpu(op: str, M: int, K: int, dtype: t
     for block in (64,) if K > 4096 else BLOCKS:
         if K % block == 0:
             check(op, M, K, block, dtype, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("block", [16, 64])
+@pytest.mark.parametrize(("M", "K"), [(257, 8256), (257, 12288), (2048, 12288), (257, 16384), (2048, 16384)], ids=str)
+def test_long_rows_equal_the_unfused_pair_on_gpu(M: int, K: int, block: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Bit for bit: where the squares add up the same in any order, two kernels that share rstd change nothing."""
+    x, residual = short_squares(M, K, dtype, device), short_squares(M, K, dtype, device, 1)
+    weight = torch.linspace(-0.5, 0.5, K, dtype=dtype)
+    norm = rms_norm_reference(x.cpu(), weight, EPS, 1.0).to(device)
+    weight = weight.to(device)
+    got = w8a8_kernels.rms_norm_quantize(x, weight, EPS, 1.0, block)
+    assert_equal(got, w8a8_kernels.quantize(norm, block))
+    *got, summed = w8a8_kernels.add_rms_norm_quantize(x, residual, weight, EPS, 1.0, block)
+    assert_equal((summed,), (x + residual,))
+    norm = rms_norm_reference(summed.cpu(), weight.cpu(), EPS, 1.0).to(device)
+    assert_equal(got, w8a8_kernels.quantize(norm, block))
 
 
 @pytest.mark.gpu
