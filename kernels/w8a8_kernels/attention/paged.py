@@ -19,15 +19,13 @@ def find_sequence(start_ptr, n_sequences, i_tile, TILE_QUERIES: tl.constexpr):
 
     A sequence of n queries then has room for cdiv(n, TILE_QUERIES) tiles; the tiles between two sequences are empty.
     """
-    low = 0
-    high = n_sequences
-    while high - low > 1:
-        middle = (low + high) // 2
-        if tl.load(start_ptr + middle) // TILE_QUERIES + middle <= i_tile:
-            low = middle
-        else:
-            high = middle
-    return low
+    # All starts at once: a search by halves waits for memory at each.
+    o_b = tl.arange(0, 128)
+    count = 0
+    for i_b in range(0, n_sequences, 128):
+        b_start = tl.load(start_ptr + i_b + o_b, mask=i_b + o_b < n_sequences, other=1 << 30)
+        count += tl.sum((b_start // TILE_QUERIES + i_b + o_b <= i_tile).to(tl.int32), axis=0)
+    return count - 1
 
 
 @triton.jit

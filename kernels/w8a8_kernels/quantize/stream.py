@@ -73,7 +73,9 @@ def quantize_stream_kernel(
     o_block = tl.arange(0, ROWS * BLOCKS)[:, None]
     o_row = o_block // BLOCKS  # [ROWS * BLOCKS, 1]
     o_column = o_block % BLOCKS * HADAMARD + tl.arange(0, HADAMARD)[None, :]  # [ROWS * BLOCKS, HADAMARD]
-    for i_m in tl.range(tl.program_id(0) * ROWS, M, programs * ROWS, num_stages=STAGES):
+    for i_step in tl.range(tl.program_id(0) * ROWS, M, programs * ROWS, num_stages=STAGES):
+        # What `rms_kernel` has read last is in L2: the last rows first.
+        i_m = (M - 1) // ROWS * ROWS - i_step if HAS_RSTD else i_step
         rows = tl.full((), 0, tl.int64) + i_m + o_row  # in this order: i_m has no `to` in the interpreter
         o_m = tl.full((), 0, tl.int64) + i_m + tl.arange(0, ROWS)  # [ROWS]
         chunks, weights = (), ()
