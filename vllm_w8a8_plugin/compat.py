@@ -118,10 +118,13 @@ def check_forced_kernel(select: Callable[[Facts], Choice] = select_scaled_mm) ->
 
     capability = current_platform.get_device_capability()
     is_cpu = current_platform.is_cpu()
+    has_triton = importlib.util.find_spec("triton") is not None
     select(
         Facts(
             None if is_cpu or capability is None else (capability.major, capability.minor),
-            has_triton=importlib.util.find_spec("triton") is not None,
+            has_triton=has_triton,
+            # Not looked at here: that would import Triton, in the process that does not compile.
+            has_gluon=has_triton,
             has_onednn=is_cpu,
             has_cutlass=current_platform.is_cuda(),
         )

@@ -84,7 +84,9 @@ VARIABLES = (
         "~/.cache/vllm-w8a8.",
     ),
     Variable(
-        KERNEL_VARIABLE, "", "Force one kernel by name: triton, cutlass, dp4a, onednn or torch. Fails where it cannot run."
+        KERNEL_VARIABLE,
+        "",
+        "Force one kernel by name: triton, cutlass, pingpong, dp4a, onednn or torch. Fails where it cannot run.",
     ),
     Variable(
         CONFIG_DIR_VARIABLE,

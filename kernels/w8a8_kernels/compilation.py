@@ -231,10 +231,12 @@ def _warm_up_product(
 
 
 def _triton_tile(device: torch.device, M: int, N: int, K: int, dtype: torch.dtype) -> object | None:
-    """Tile of the Triton kernel that multiplies M rows; None where no Triton kernel does."""
+    """What tells the variants of the Triton kernel that multiplies M rows apart, its tile; None where none does."""
     kernel = ops.choose_scaled_mm(device, M, N, K, dtype).kernel
     if kernel == "triton":
         return ops.measured_tile(device, M, N, K)
+    if kernel == "pingpong":
+        return kernel
     if kernel == "dp4a":
         from w8a8_kernels.scaled_mm.dp4a import default_tile
 

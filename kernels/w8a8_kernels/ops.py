@@ -30,6 +30,7 @@ from w8a8_kernels.scaled_mm.onednn import (
 from w8a8_kernels.scaled_mm.reference import scaled_mm_reference
 from w8a8_kernels.select import (
     MAX_K,
+    PINGPONG_CAPABILITY,
     Choice,
     Facts,
     has_dependent_launch,
@@ -76,7 +77,18 @@ def device_facts(device: torch.device) -> Facts:
 @functools.cache
 def _gpu_facts(device: torch.device) -> Facts:
     has_triton = importlib.util.find_spec("triton") is not None
-    return Facts(torch.cuda.get_device_capability(device), has_triton=has_triton, has_cutlass=has_cutlass())
+    capability = torch.cuda.get_device_capability(device)
+    has_gluon = has_triton and capability == PINGPONG_CAPABILITY and _has_gluon()
+    return Facts(capability, has_triton=has_triton, has_cutlass=has_cutlass(), has_gluon=has_gluon)
+
+
+def _has_gluon() -> bool:
+    """Whether Triton's Gluon, which may change from version to version, has what the ping-pong product takes from it."""
+    try:
+        import w8a8_kernels.scaled_mm.pingpong  # noqa: F401
+    except (ImportError, AttributeError):
+        return False
+    return True
 
 
 @functools.cache
@@ -93,7 +105,7 @@ def choose_scaled_mm(device: torch.device, M: int, N: int, K: int, out_dtype: to
     """`select_scaled_mm` with what was measured on this device; M from 1. Raises as that and `w8a8_kernels.tiles.tile_for`."""
     facts = device_facts(device)
     measured = None
-    if facts.has_cutlass:
+    if facts.has_cutlass or facts.has_gluon:
         measured = kernel_for(M, N, K, device_name=_device_name(device), capability=facts.capability)
     return select_scaled_mm(facts, M, N, K, out_dtype, measured=measured)
 
@@ -212,6 +224,11 @@ def _scaled_mm_cuda(
         )
     if kernel == "cutlass":
         return scaled_mm_cutlass(x, x_scale, weight, weight_scale, bias, out_dtype)
+    if kernel == "pingpong":
+        from w8a8_kernels.scaled_mm.pingpong import scaled_mm_pingpong
+
+        pdl = has_dependent_launch(device_facts(x.device).capability)
+        return scaled_mm_pingpong(x, x_scale, weight, weight_scale, bias, out_dtype, num_sms=_num_sms(x.device), pdl=pdl)
     if kernel == "dp4a":
         from w8a8_kernels.scaled_mm.dp4a import scaled_mm_dp4a
 

@@ -28,6 +28,9 @@ MIN_CUTLASS_CAPABILITY, END_OF_CUTLASS_CAPABILITY = (7, 5), (10, 0)
 MIN_CUTLASS_ROWS = 256
 CUTLASS_ALIGNMENT = 16
 
+# The tensor-core instructions and barriers of this one only.
+PINGPONG_CAPABILITY = (9, 0)
+
 # Sums of K products of two int8 values, each at most 128 * 127 in magnitude (-128 only in foreign weights), must fit int32.
 MAX_K = (2**31 - 1) // (128 * 127)
 
@@ -45,11 +48,12 @@ class Facts:
     has_triton: bool = False
     has_onednn: bool = False
     has_cutlass: bool = False
+    has_gluon: bool = False
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A kernel's name (`triton`, `cutlass`, `dp4a`, `onednn`, `torch`) and the reason why it was taken."""
+    """A kernel's name (`triton`, `cutlass`, `pingpong`, `dp4a`, `onednn`, `torch`) and the reason why it was taken."""
 
     kernel: str
     reason: str
@@ -88,6 +92,25 @@ def _cutlass_refusal(facts: Facts, aligned: bool, half: bool) -> str | None:
     return None
 
 
+def _pingpong_refusal(facts: Facts, aligned: bool, half: bool) -> str | None:
+    if facts.capability != PINGPONG_CAPABILITY:
+        return "the ping-pong product is made of instructions that only GPUs of compute capability 9.0 have"
+    if not facts.has_triton:
+        return "the package triton is not installed"
+    if not facts.has_gluon:
+        return "this version of triton has not the Gluon that the ping-pong product is written in (3.6 to 3.9 have)"
+    if not aligned:
+        return f"the ping-pong product needs N and K to be multiples of {CUTLASS_ALIGNMENT}"
+    if not half:
+        return "the ping-pong product writes bf16 and fp16 only"
+    return None
+
+
+def pingpong_refusal(facts: Facts, N: int | None, K: int | None, out_dtype: torch.dtype) -> str | None:
+    """Why the ping-pong product cannot run on this device, weight [N, K] and result, or None."""
+    return _pingpong_refusal(facts, _aligned(N, K), out_dtype != torch.float32)
+
+
 def cutlass_refusal(facts: Facts, N: int | None, K: int | None, out_dtype: torch.dtype) -> str | None:
     """Why vLLM's CUTLASS product cannot run on this device, weight [N, K] and result, or None."""
     return _cutlass_refusal(facts, _aligned(N, K), out_dtype != torch.float32)
@@ -113,8 +136,8 @@ def select_scaled_mm(
         facts: what the device offers.
         M, N, K: rows of activations and of the weight, and their length; default: few rows and an ordinary weight.
         out_dtype: of the result.
-        measured: what a measurement on this GPU at this shape found fastest of triton and cutlass, as
-            `w8a8_kernels.tiles.kernel_for` says; taken if it can run. Default: a rule by the number of rows.
+        measured: what a measurement on this GPU at this shape found fastest of triton, cutlass and pingpong, as
+            `w8a8_kernels.tiles.kernel_for` says; taken if it can run. Else, and by default: a rule by the number of rows.
         forced: a kernel's name; default: the variable `VLLM_W8A8_KERNEL`, if set.
 
     Raises:
@@ -131,12 +154,14 @@ def _select(facts: Facts, many_rows: bool, aligned: bool, half: bool, measured: 
     candidates = {  # in order of preference: name -> (why it cannot run, why it is taken)
         "triton": (_triton_refusal(facts, MIN_TRITON_CAPABILITY, "int8 tl.dot"), "tensor-core int8 through Triton"),
         "cutlass": (_cutlass_refusal(facts, aligned, half), "vLLM's CUTLASS int8 product"),
+        "pingpong": (_pingpong_refusal(facts, aligned, half), "two warpgroups in turns, through Gluon"),
         "dp4a": (_triton_refusal(facts, MIN_DP4A_CAPABILITY, "Triton"), "the dp4a instruction through Triton"),
         "onednn": (_onednn_refusal(facts), "vLLM's oneDNN int8 matrix product"),
         "torch": (None, "the reference in torch"),
     }
     first, because = measured, "fastest here by measurement"
-    if measured is None and many_rows:
+    lost = None if measured is None else candidates[measured][0]
+    if many_rows and (measured is None or lost is not None):
         first, because = "cutlass", f"faster from {MIN_CUTLASS_ROWS} rows on"
     if first is not None and candidates[first][0] is None:
         reason = f"{candidates[first][1]}, {because}"
@@ -152,8 +177,12 @@ def _select(facts: Facts, many_rows: bool, aligned: bool, half: bool, measured: 
         return Choice(forced, f"forced by {KERNEL_VARIABLE}")
     refusals: dict[str, list[str]] = {}  # why not -> the kernels for which that holds
     for name, (refusal, reason) in candidates.items():
+        if name == "pingpong" != first:
+            continue  # taken by measurement or by force only
         if refusal is None:
             others = [f"not {' or '.join(names)}: {why}" for why, names in refusals.items()]
+            if lost is not None and lost not in refusals:
+                others.append(f"not {measured}, fastest here by measurement: {lost}")
             return Choice(name, "; ".join([reason, *others]))
         refusals.setdefault(refusal, []).append(name)
     raise AssertionError("the torch reference never refuses")
@@ -164,7 +193,7 @@ def select_quantize(facts: Facts, *, forced: str | None = None) -> Choice:
     choice = select_scaled_mm(facts, forced=forced)
     if choice.kernel == "onednn":
         return Choice("torch", "oneDNN only multiplies; the quantizer in torch")
-    if choice.kernel in ("dp4a", "cutlass"):
+    if choice.kernel in ("dp4a", "cutlass", "pingpong"):
         # The quantizer has no tl.dot, so it runs wherever Triton does.
         refusal = _triton_refusal(facts, MIN_DP4A_CAPABILITY, "Triton")
         if refusal is not None:

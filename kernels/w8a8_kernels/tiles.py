@@ -6,8 +6,8 @@ in `configs/` beside this module; the folder wins where both know a weight. `w8a
     {"device": "NVIDIA H200", "capability": [9, 0], "date": ..., "versions": {...},
      "tiles": {"<N>x<K>": {"<rows, a power of two>": {"block_m": 16, ..., "us": 10.8, "kernel": "triton"}}}}
 
-`us`, microseconds, is for the reader. `kernel`, triton or cutlass, says which won where both were measured, and overrides the
-rule of `w8a8_kernels.select`; with cutlass, the tile may be left out.
+`us`, microseconds, is for the reader. `kernel`, triton, cutlass or pingpong, says which won where several were measured, and
+overrides the rule of `w8a8_kernels.select`; with the last two, the tile, which is Triton's, may be left out.
 """
 
 import functools
@@ -21,7 +21,7 @@ from w8a8_kernels.select import has_dependent_launch
 
 CONFIG_DIR_VARIABLE = "VLLM_W8A8_CONFIG_DIR"
 CONFIG_DIR = Path(__file__).parent / "configs"
-MEASURED_KERNELS = ("triton", "cutlass")
+MEASURED_KERNELS = ("triton", "cutlass", "pingpong")
 
 # The tensor memory accelerator exists from here on; that it is faster was measured on one.
 MIN_TMA_CAPABILITY = TMA_MEASURED = (9, 0)
@@ -271,7 +271,7 @@ def _entry(path: Path, where: str, values: Any, capability: tuple[int, int]) -> 
     if kernel not in (None, *MEASURED_KERNELS):
         raise _broken(path, f"kernel {kernel!r} in {where}", " or ".join(MEASURED_KERNELS))
     tile_values = {name: values[name] for name in names if name in values}
-    if not tile_values and kernel == "cutlass":
+    if not tile_values and kernel not in (None, "triton"):
         return Entry(None, kernel)
     missing = [name for name in names if name not in values and name not in OPTIONAL_FIELDS]
     if missing:

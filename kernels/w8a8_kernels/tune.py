@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from itertools import product
@@ -50,6 +50,9 @@ SEARCHED = {
     "preload": (0, 1, 2, 4),
 }
 
+# With fewer, most of its tile of 128 rows would be nothing.
+MIN_PINGPONG_ROWS = 128
+
 # One tile after the other: the GPU is warm, but for the first.
 WARM_UP_MS = 1.0
 
@@ -70,10 +73,10 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Microseconds of quantizer and product: of every tile that runs, and of vLLM's CUTLASS product where it can run."""
+    """Microseconds of quantizer and product: of every tile that runs, and of other kernels that can run, by their names."""
 
     us: dict[Tile, float]
-    cutlass_us: float | None = None
+    others: dict[str, float] = field(default_factory=dict)
 
 
 Measure = Callable[[int, int, int, list[Tile]], Measurement]
@@ -265,7 +268,7 @@ def _search(timer: Measure, M: int, N: int, K: int, gpu: Gpu) -> Measurement:
         before = found.us[best[0]]
         near = dict.fromkeys(other for tile in best for other in neighbours(tile, *where) if other not in found.us)
         later = timer(M, N, K, [best[0], *near])
-        found = Measurement(later.us | found.us, later.cutlass_us)
+        found = Measurement(later.us | found.us, later.others)
         if min(found.us.values()) > before * (1 - LEAST_GAIN):
             break
     return found
@@ -275,11 +278,10 @@ def _best(measured: Measurement, M: int, N: int, K: int) -> dict:
     if not measured.us:
         raise RuntimeError(f"tune: no tile ran for {N}x{K} and {M} rows, not even the rule's")
     tile = min(measured.us, key=measured.us.get)
-    us, kernel = measured.us[tile], {}
-    if measured.cutlass_us is not None:
-        kernel = {"kernel": "cutlass" if measured.cutlass_us < us else "triton"}
-    best = min(us, us if measured.cutlass_us is None else measured.cutlass_us)
-    return {**asdict(tile), **kernel, "us": round(best, 3)}
+    kernels = {"triton": measured.us[tile], **measured.others}
+    fastest = min(kernels, key=kernels.get)
+    kernel = {"kernel": fastest} if measured.others else {}
+    return {**asdict(tile), **kernel, "us": round(kernels[fastest], 3)}
 
 
 def installed_versions() -> dict[str, str | None]:
@@ -437,7 +439,7 @@ class GpuMeasure(AbstractContextManager):
         from w8a8_kernels.ops import device_facts, quantize
         from w8a8_kernels.scaled_mm.cutlass import scaled_mm_cutlass
         from w8a8_kernels.scaled_mm.split_k import scaled_mm_split_k
-        from w8a8_kernels.select import cutlass_refusal
+        from w8a8_kernels.select import cutlass_refusal, pingpong_refusal
         from w8a8_kernels.timing import call_count, compare_us, graph_us
 
         gpu, device = self._gpu, self._device
@@ -461,6 +463,12 @@ class GpuMeasure(AbstractContextManager):
             x, weight, scale = sets[i % copies]
             return scaled_mm_cutlass(*quantize(x), weight, scale, None, DTYPE)
 
+        def pingpong(i: int) -> torch.Tensor:
+            from w8a8_kernels.scaled_mm.pingpong import scaled_mm_pingpong
+
+            x, weight, scale = sets[i % copies]
+            return scaled_mm_pingpong(*quantize(x), weight, scale, None, DTYPE, num_sms=gpu.num_sms, pdl=pdl)
+
         us: dict[Tile, float] = {}
         expected: torch.Tensor | None = None
         for tile in self._compilers.compile(N, K, tiles):
@@ -474,10 +482,14 @@ class GpuMeasure(AbstractContextManager):
             elif not torch.equal(result, expected):
                 raise RuntimeError(f"tune: {tile} gives other bits than others for {M} rows and a weight {N}x{K}")
             us[tile] = graph_us([lambda i=i, tile=tile: ours(i, tile) for i in range(n_calls)], WARM_UP_MS)
-        cutlass_us = None
-        if us and cutlass_refusal(device_facts(device), N, K, DTYPE) is None:
-            best = min(us, key=us.get)
-            ways = {"triton": lambda i: ours(i, best), "cutlass": cutlass}
-            turns = compare_us({name: [lambda i=i, way=way: way(i) for i in range(n_calls)] for name, way in ways.items()})
-            cutlass_us = us[best] * turns["cutlass"] / turns["triton"]
-        return Measurement(us, cutlass_us)
+        facts, others = device_facts(device), {}
+        if cutlass_refusal(facts, N, K, DTYPE) is None:
+            others["cutlass"] = cutlass
+        if M >= MIN_PINGPONG_ROWS and pingpong_refusal(facts, N, K, DTYPE) is None:
+            others["pingpong"] = pingpong
+        if not us or not others:
+            return Measurement(us)
+        best = min(us, key=us.get)
+        ways = {"triton": lambda i: ours(i, best), **others}
+        turns = compare_us({name: [lambda i=i, way=way: way(i) for i in range(n_calls)] for name, way in ways.items()})
+        return Measurement(us, {name: us[best] * turns[name] / turns["triton"] for name in others})

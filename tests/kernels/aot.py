@@ -180,7 +180,7 @@ def _call(case: Case) -> None:
     from w8a8_kernels import ops
     from w8a8_kernels.select import Facts
 
-    ops.device_facts = lambda device: Facts(divmod(case.target, 10), has_triton=True)
+    ops.device_facts = lambda device: Facts(divmod(case.target, 10), has_triton=True, has_gluon=True)
     ops._num_sms = lambda device: NUM_SMS[case.target]
     ops._device_name = lambda device: case.gpu or f"sm_{case.target}"
     os.environ.pop("VLLM_W8A8_KERNEL", None)

@@ -20,7 +20,8 @@ LOOPED = MAX_BLOCK_BYTES // 2 + 64
 
 
 def quantizers() -> None:
-    for M, K, hadamard in ((3, 1000, 0), (3, LOOPED, 0), (300, 192, 64), (3, LOOPED, 64), (70, 4160, 64), (1030, 4160, 64)):
+    shapes = [(3, 1000, 0), (3, LOOPED, 0), (300, 192, 64), (3, LOOPED, 64), (70, 4160, 64), (1030, 4160, 64), (300, 8256, 64)]
+    for M, K, hadamard in shapes:
         x, weight = torch.randn(M, K, device="cuda", dtype=DTYPE), torch.randn(K, device="cuda", dtype=DTYPE)
         codes, _ = w8a8_kernels.quantize(x, hadamard)
         expected, _ = quantize_reference(x.cpu(), hadamard)
@@ -56,6 +57,19 @@ def products() -> None:
             options = {"num_sms": 132, "capability": facts.capability, "tile": tile, "pdl": pdl}
             torch.testing.assert_close(scaled_mm_split_k(*on_gpu, DTYPE, **options).cpu(), expected)
         torch.testing.assert_close(scaled_mm_dp4a(*on_gpu, DTYPE, num_sms=132).cpu(), expected)
+
+
+def pingpong() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        return
+    from w8a8_kernels.scaled_mm.pingpong import scaled_mm_pingpong
+
+    for M, N, K in ((5, 80, 512), (300, 2064, 1040)):
+        x, weight = (torch.randint(-127, 128, (rows, K), dtype=torch.int8) for rows in (M, N))
+        args = (x, torch.rand(M, 1), weight, torch.rand(N, 1), torch.randn(N).to(DTYPE))
+        # 8 programs: several tiles for each.
+        got = scaled_mm_pingpong(*(arg.cuda() for arg in args), DTYPE, num_sms=8, pdl=True)
+        torch.testing.assert_close(got.cpu(), scaled_mm_reference(*args, DTYPE))
 
 
 def experts() -> None:
@@ -105,6 +119,7 @@ def attention() -> None:
 if __name__ == "__main__":
     quantizers()
     products()
+    pingpong()
     experts()
     attention()
     torch.cuda.synchronize()

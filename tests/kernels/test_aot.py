@@ -66,6 +66,10 @@ def bounding_cases() -> list[Case]:
     cases += [Case(75, op, 1, 4096, dtype="bfloat16") for op in QUANTIZERS]
     cases += [Case(target, "quantize", 4096, K, dtype="float32", hadamard=h) for target in (75, 90) for K, h in FP32_ROWS]
     cases += [Case(target, "scaled_mm", M, 4096, 4096, kernel="dp4a") for target in (90, 120) for M in (1, 4096)]
+    cases += [
+        Case(90, "scaled_mm", 512, 4096, 4096, dtype, bias, kernel="pingpong")
+        for dtype, bias in (("bfloat16", False), ("float16", True))
+    ]
     # Blocks loaded by the tensor memory accelerator: every tile of the rule.
     cases += [Case(90, "scaled_mm", M, K, N) for M, N, K in ((128, 1024, 1024), (128, 6144, 4096), (128, 24576, 4096))]
     return cases + attention_cases(ATTENTION_TARGETS) + expert_cases(BOUNDING_TARGETS) + shipped_cases()
@@ -199,6 +203,8 @@ def expected_instruction(launch: Launch, case: Case) -> str | None:
         return "dp4a"
     if launch.kernel == "paged_attention_kernel":
         return "mma.sync" if launch.constants["INT8_DOT"] else None
+    if launch.kernel == "scaled_mm_pingpong_kernel":
+        return "wgmma"
     if launch.kernel not in ("scaled_mm_split_k_kernel", "grouped_mm_kernel"):
         return None
     rows = launch.constants["BLOCK_N" if launch.constants.get("SWAP") else "BLOCK_M"]

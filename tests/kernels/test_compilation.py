@@ -42,9 +42,10 @@ def serving_cases(config_dir: Path) -> list[Case]:
 
 
 def measured(folder: Path) -> Path:
-    """A file with a tile of its own for several buckets of (1024, 3072), and CUTLASS in one between them."""
+    """A file with a tile of its own for several buckets of (1024, 3072), and other kernels in two between them."""
     tiles = {str(1 << i): vars(Tile(16, 32 << (i % 3), 256, 4, 2, split_k=1 + i % 2)) for i in (0, 3, 4, 7, 9)}
     tiles["64"] = {"kernel": "cutlass"}
+    tiles["256"] = {"kernel": "pingpong"}
     head = {"device": "sm_90", "capability": [9, 0], "date": "2026-11-29", "versions": {}}
     (folder / "sm_90.json").write_text(json.dumps({**head, "tiles": {"1024x3072": tiles}}))
     return folder

@@ -131,6 +131,34 @@ def test_split_does_not_change_a_bit(split_k: int, device: torch.device) -> None
     assert same_bits(got[0], got[1])
 
 
+PINGPONG = [(1, 16, 16), (17, 48, 32), (129, 272, 1040), (300, 144, 4096), (512, 4096, 4096), (1000, 6144, 1024)]
+PINGPONG += [(2048, 1024, 3072), (8192, 2064, 768), (65536, 256, 128), (257, 4096, 12288)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("layout", ["contiguous", "apart", "misaligned"])
+@pytest.mark.parametrize(("M", "N", "K"), PINGPONG)
+def test_pingpong_gives_the_same_bits(
+    M: int, N: int, K: int, layout: str, bias: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As split-K's, for fewer tiles than programs and more, fewer steps than stages and more, and tiles that reach beyond."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    dtype = torch.float16 if bias else torch.bfloat16
+    x, x_scale, weight, weight_scale, b = operands(M, N, K, dtype, device, bias)
+    expected = triton_mm((x, x_scale, weight, weight_scale, b), dtype)
+    if layout != "contiguous":
+        first = 0 if layout == "apart" else 3
+        x = x.new_zeros(M, K + 16)[:, first : first + K].copy_(x)
+        weight = weight.new_zeros(N, K + 16)[:, first : first + K].copy_(weight)
+    monkeypatch.setenv("VLLM_W8A8_KERNEL", "pingpong")
+    for _ in range(2):
+        poison = torch.full((M, N), float("nan"), dtype=dtype, device=device)
+        del poison  # the op is given its memory
+        assert same_bits(w8a8_kernels.scaled_mm(x, x_scale, weight, weight_scale, b, dtype), expected)
+
+
 def test_zero_and_nan_rows(device: torch.device) -> None:
     args = operands(9, 40, 64, torch.float16, device, bias=True)
     out = triton_mm(args, torch.float16)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from w8a8_kernels.select import Facts, cutlass_refusal, select_quantize, select_scaled_mm
+from w8a8_kernels.select import Facts, cutlass_refusal, pingpong_refusal, select_quantize, select_scaled_mm
 
 CPU, CPU_ONEDNN = Facts(None), Facts(None, has_onednn=True)
 
@@ -34,6 +34,10 @@ def test_default_choice(facts: Facts, product: str, quantizer: str, because: str
     assert choice.kernel == product
     assert because in choice.reason
     assert select_quantize(facts).kernel == quantizer
+
+
+# What vLLM's CUDA build finds on an H200.
+WITH_ALL = Facts((9, 0), has_triton=True, has_cutlass=True, has_gluon=True)
 
 
 def with_cutlass(major: int, minor: int) -> Facts:
@@ -78,6 +82,25 @@ def test_cutlass_where_it_runs_and_wins(
         (with_cutlass(9, 0), 16, torch.float32, "cutlass", "triton", "tensor-core"),
         (gpu(9, 0), 8192, torch.bfloat16, "cutlass", "triton", "tensor-core"),
         (with_cutlass(12, 0), 8192, torch.bfloat16, "cutlass", "triton", "tensor-core"),
+        (gpu(9, 0), 8192, torch.bfloat16, "cutlass", "triton", "not cutlass, fastest here by measurement: vLLM's"),
+        (WITH_ALL, 512, torch.bfloat16, "pingpong", "pingpong", "fastest here by measurement"),
+        (
+            WITH_ALL,
+            512,
+            torch.float32,
+            "pingpong",
+            "triton",
+            "not pingpong, fastest here by measurement: the p",
+        ),
+        (
+            with_cutlass(9, 0),
+            512,
+            torch.bfloat16,
+            "pingpong",
+            "cutlass",
+            "not pingpong, fastest here by measurement: this",
+        ),
+        (with_cutlass(9, 0), 16, torch.bfloat16, "pingpong", "triton", "not pingpong, fastest here by measurement: this"),
         (with_cutlass(7, 5), 16, torch.float16, "triton", "cutlass", "not triton: int8 tl.dot needs"),
     ],
 )
@@ -114,6 +137,19 @@ def test_why_cutlass_cannot_run(facts: Facts, N: int, K: int, dtype: torch.dtype
 
 
 @pytest.mark.parametrize(
+    ("N", "K", "dtype", "because"),
+    [
+        (4096, 4096, torch.bfloat16, None),
+        (4104, 4096, torch.bfloat16, "multiples of 16"),
+        (4096, 4096, torch.float32, "bf16 and fp16 only"),
+    ],
+)
+def test_why_pingpong_cannot_run(N: int, K: int, dtype: torch.dtype, because: str | None) -> None:
+    refusal = pingpong_refusal(WITH_ALL, N, K, dtype)
+    assert refusal is None if because is None else because in refusal
+
+
+@pytest.mark.parametrize(
     "capability", [(7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1)]
 )
 def test_dp4a_can_be_forced_on_any_gpu(capability: tuple[int, int]) -> None:
@@ -141,7 +177,10 @@ def test_forced_by_variable(monkeypatch: pytest.MonkeyPatch) -> None:
         (gpu(9, 0, has_triton=False), "dp4a", "the package triton is not installed"),
         (CPU, "onednn", "is not loaded"),
         (gpu(9, 0), "onednn", "CPUs only"),
-        (gpu(9, 0), "tritn", "no such kernel. Known: triton, cutlass, dp4a, onednn, torch"),
+        (gpu(8, 9), "pingpong", "only GPUs of compute capability 9.0 have"),
+        (gpu(10, 0), "pingpong", "only GPUs of compute capability 9.0 have"),
+        (gpu(9, 0), "pingpong", "this version of triton has not the Gluon"),
+        (gpu(9, 0), "tritn", "no such kernel. Known: triton, cutlass, pingpong, dp4a, onednn, torch"),
     ],
 )
 def test_forced_fails_loudly(facts: Facts, forced: str, message: str) -> None:

@@ -27,10 +27,10 @@ class FakeTimer:
     """A tile takes 10 us and 1 for each field in which it differs from the fastest, `best(M)`; notes what it is asked."""
 
     def __init__(
-        self, best: Callable[[int], Tile] = lambda M: Tile(16, 32, 64, 4, 2), cutlass_us: float | None = None
+        self, best: Callable[[int], Tile] = lambda M: Tile(16, 32, 64, 4, 2), others: dict[str, float] | None = None
     ) -> None:
         self.best = best
-        self.cutlass_us = cutlass_us
+        self.others = others or {}
         self.cells: list[tuple[int, int, int]] = []
         self.rounds: list[list[Tile]] = []
 
@@ -40,7 +40,7 @@ class FakeTimer:
         self.rounds.append(tiles)
         best = astuple(self.best(M))
         us = {tile: 10.0 + sum(a != b for a, b in zip(astuple(tile), best, strict=True)) for tile in tiles}
-        return Measurement(us, self.cutlass_us)
+        return Measurement(us, self.others)
 
 
 def entries(path: Path) -> dict[tuple[int, int], dict[int, tiles.Entry]]:
@@ -51,17 +51,26 @@ def run(out: Path, timer: tune.Measure, shapes=((64, 512),), batch_sizes=(1, 16)
     return tune.tune(shapes, batch_sizes, out, measure=timer, gpu=H200)
 
 
-@pytest.mark.parametrize(("cutlass_us", "kernel"), [(None, None), (9.0, "cutlass"), (11.0, "triton")])
-def test_keeps_the_best(cutlass_us: float | None, kernel: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("others", "kernel"),
+    [
+        ({}, None),
+        ({"cutlass": 9.0}, "cutlass"),
+        ({"cutlass": 11.0}, "triton"),
+        ({"cutlass": 9.0, "pingpong": 8.0}, "pingpong"),
+        ({"cutlass": 9.0, "pingpong": 11.0}, "cutlass"),
+    ],
+)
+def test_keeps_the_best(others: dict[str, float], kernel: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     best = {bucket: candidates(bucket, 1024, 4096, (9, 0), 132)[bucket % 7] for bucket in (1, 16, 128)}
-    path = run(tmp_path / "out", FakeTimer(best.__getitem__, cutlass_us), ((1024, 4096),), (1, 13, 100))
+    path = run(tmp_path / "out", FakeTimer(best.__getitem__, others), ((1024, 4096),), (1, 13, 100))
     assert path == tmp_path / "out" / "nvidia-h200.json"
     content = json.loads(path.read_text())
     assert content["device"] == "NVIDIA H200"
     assert content["capability"] == [9, 0]
     assert set(content["versions"]) == {"torch", "triton", "vllm"}
     assert list(content["tiles"]["1024x4096"]) == ["1", "16", "128"]
-    assert content["tiles"]["1024x4096"]["16"]["us"] == min(10.0, cutlass_us or 10.0)
+    assert content["tiles"]["1024x4096"]["16"]["us"] == min(10.0, *others.values(), 10.0)
     monkeypatch.setenv(tiles.CONFIG_DIR_VARIABLE, str(path.parent))
     for M, bucket in ((1, 1), (9, 16), (100, 128)):
         found = tile_for(M, 1024, 4096, device_name="NVIDIA H200", capability=(9, 0), num_sms=132)
@@ -271,7 +280,7 @@ TILES = [Tile(16, 32, 64, 4, 2, 1, True), Tile(16, 64, 32, 4, 2, 2), Tile(32, 32
 
 def test_times_each_tile(measured_on_a_cpu: tune.GpuMeasure) -> None:
     measured = measured_on_a_cpu(5, 48, 130, TILES)
-    assert measured == Measurement({tile: float(i) for i, tile in enumerate(TILES, 1)}, None)
+    assert measured == Measurement({tile: float(i) for i, tile in enumerate(TILES, 1)})
 
 
 def test_a_tile_with_other_bits_stops_it(measured_on_a_cpu: tune.GpuMeasure, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,7 +114,7 @@ def _serve(case: Case, events: list[str]) -> Result:
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             return gpu_impls.get(func, func)(*args, **(kwargs or {}))
 
-    ops.device_facts = lambda device: Facts(divmod(case.target, 10), has_triton=True, has_cutlass=case.cutlass)
+    ops.device_facts = lambda device: Facts(divmod(case.target, 10), has_triton=True, has_cutlass=case.cutlass, has_gluon=True)
     ops._num_sms = lambda device: NUM_SMS[case.target]
     ops._device_name = lambda device: f"sm_{case.target}"
     ops.scaled_mm_cutlass = lambda x, x_scale, weight, *_: x.new_empty((x.shape[0], weight.shape[0]))
