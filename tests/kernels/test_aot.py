@@ -47,8 +47,8 @@ def bounding_cases() -> list[Case]:
         products = [(1, 4096, 4096), (16, 1024, 4096), (64, 4096, 4096), (256, 4096, 4096), (4096, 4096, 4096)]
         products += [(64, 1024, 4112), (4096, 4096, 4112), (16, 1024, 4100), (64, 1024, 4097), (4096, 4096, 4097)]
         cases += [Case(target, "scaled_mm", M, K, N, dtype) for M, N, K in products]
-        # One row in latency's tile, many in bandwidth's, the longest row that stays in registers, a longer one.
-        rows = [(1, 4096), (4096, 1024), (1, 16384), (4096, 32768), (1, 40000)]
+        # One row in latency's tile, many in bandwidth's, a middle number in chunks, the longest in registers, a longer one.
+        rows = [(1, 4096), (4096, 1024), (512, 3072), (1, 16384), (4096, 32768), (1, 40000)]
         cases += [Case(target, op, M, K, dtype=dtype) for M, K in rows for op in QUANTIZERS]
         # The Hadamard transform: a matrix product from 8.0 on, butterflies below; padded and looped rows, the largest block.
         rows = [(1, 4096, 64), (128, 4096, 64), (4096, 4096, 64), (4096, 12288, 64), (1, 1024, 128), (4096, 40960, 64)]

@@ -14,7 +14,8 @@ LOOP_BLOCK_K = 8192
 # Up to this many rows the GPU is not full, and a row's latency counts: more threads, fewer elements for each. Above, it is
 # bandwidth: fewer threads, each with more 16-byte loads in flight.
 # Microseconds on an H200, 512 rows, quantizer and product: K 1024 10.3 as four rows a program, 9.8 as one; K 4096 19.0 with 4
-# warps, 18.3 with 8; K 3072 8.1 with 4, 8.4 with 8.
+# warps, 18.3 with 8. K 3072, among peers that take turns and by itself: padded 8.44 and 8.03 with 4 warps, 8.29 and 8.26 with
+# 8; in three chunks 8.34 and 8.07 with 2, 8.46 and 8.02 with 4.
 LATENCY_ROWS, MIDDLE_ROWS = 256, 1024
 LATENCY_BYTES_PER_THREAD = 32
 BANDWIDTH_BYTES_PER_THREAD = 64
@@ -23,8 +24,8 @@ BANDWIDTH_BYTES_PER_THREAD = 64
 TILE_ELEMENTS = 4096
 MAX_ROWS = 8
 
-# Shorter rows are one tile, padded.
-MIN_THREE_CHUNKS = 8192
+# Shorter rows are one tile, padded; for a middle number of rows, these are.
+MIN_THREE_CHUNKS, MIN_MIDDLE_THREE_CHUNKS = 8192, 4096
 
 
 class QuantizeConfig(NamedTuple):
@@ -127,16 +128,17 @@ def quantize_config(M: int, K: int, dtype: torch.dtype, held: int = 1, hadamard:
     if hadamard:
         return _transform_config(M, max(padded, 16 * hadamard), dtype, held, hadamard)
     block_k, chunks = padded, 1
-    if padded >= MIN_THREE_CHUNKS and 4 * K <= 3 * padded:
+    middle = LATENCY_ROWS < M <= MIDDLE_ROWS and held == 1
+    if padded >= (MIN_MIDDLE_THREE_CHUNKS if middle else MIN_THREE_CHUNKS) and 4 * K <= 3 * padded:
         # Three quarters of a power of two, or less: a quarter of the program would have nothing to do.
         block_k, chunks = padded // 4, 3
     row_bytes = block_k * chunks * dtype.itemsize * held
     if row_bytes > MAX_BLOCK_BYTES:
         return QuantizeConfig(rows=1, block_k=LOOP_BLOCK_K, num_warps=16, chunks=0)
     rows, bytes_per_thread = 1, LATENCY_BYTES_PER_THREAD
-    if LATENCY_ROWS < M <= MIDDLE_ROWS and chunks * held == 1:
+    if middle and (chunks == 1 or padded < MIN_THREE_CHUNKS):
         # As many threads as for few rows, less those that padding leaves idle.
-        bytes_per_thread = LATENCY_BYTES_PER_THREAD if K == padded else BANDWIDTH_BYTES_PER_THREAD
+        bytes_per_thread = LATENCY_BYTES_PER_THREAD if K == padded or chunks > 1 else BANDWIDTH_BYTES_PER_THREAD
     elif M > LATENCY_ROWS:
         rows, bytes_per_thread = min(max(TILE_ELEMENTS // (block_k * chunks), 1), MAX_ROWS), BANDWIDTH_BYTES_PER_THREAD // held
     threads = rows * block_k * dtype.itemsize // bytes_per_thread
