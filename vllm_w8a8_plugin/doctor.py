@@ -9,7 +9,7 @@ from vllm_w8a8_plugin import compat, envs, stock_int8
 
 ENTRY_POINT_GROUP = "vllm.general_plugins"
 ENTRY_POINT = "w8a8"
-ROWS = (1, 16, 64, 256, 1024, 4096)
+ROWS = (1, 16, 64, 256, 512, 1024, 4096)
 # The weight that the kernel table speaks of: a square projection of an 8B model.
 EXAMPLE_N = EXAMPLE_K = 4096
 
@@ -86,7 +86,7 @@ def _diagnose_kernels(result: Diagnosis) -> None:
         result.facts.append(("device", f"CPU ({torch.backends.cpu.get_cpu_capability()}), no GPU visible to PyTorch"))
     try:
         envs.check()
-        # Reads VLLM_W8A8_CONFIG_DIR on every machine; below, only a GPU with vLLM's CUTLASS kernels does.
+        # Reads VLLM_W8A8_CONFIG_DIR on every machine; below, only a GPU with kernels beside Triton's does.
         kernel_for(1, EXAMPLE_N, EXAMPLE_K, device_name=device.type, capability=(0, 0))
     except ValueError as error:
         result.problems.append(str(error))

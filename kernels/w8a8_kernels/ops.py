@@ -29,6 +29,7 @@ from w8a8_kernels.scaled_mm.onednn import (
 )
 from w8a8_kernels.scaled_mm.reference import scaled_mm_reference
 from w8a8_kernels.select import (
+    GLUON_VERSIONS,
     MAX_K,
     PINGPONG_CAPABILITY,
     Choice,
@@ -83,12 +84,10 @@ def _gpu_facts(device: torch.device) -> Facts:
 
 
 def _has_gluon() -> bool:
-    """Whether Triton's Gluon, which may change from version to version, has what the ping-pong product takes from it."""
-    try:
-        import w8a8_kernels.scaled_mm.pingpong  # noqa: F401
-    except (ImportError, AttributeError):
-        return False
-    return True
+    """Whether Triton's Gluon, which changes from version to version, is one that the ping-pong product was compiled with."""
+    import triton
+
+    return GLUON_VERSIONS[0] <= tuple(map(int, triton.__version__.split(".")[:2])) <= GLUON_VERSIONS[1]
 
 
 @functools.cache
@@ -498,7 +497,9 @@ def scaled_mm(
         x_scale: [M, 1] fp32.
         weight: codes [N, K] int8.
         weight_scale: [N, 1] fp32.
-        bias: [N] floating, or None.
+        bias: [N] floating, or None. From compute capability 9.0 on, weight, weight_scale and bias are read before the op
+            launched just before has ended: they may be no result of another op of this package. Those of `quantize_weight`
+            may.
         out_dtype: bf16, fp16 (values beyond 65504 become inf) or fp32.
 
     Returns:

@@ -23,13 +23,15 @@ MIN_DEPENDENT_LAUNCH_CAPABILITY = (9, 0)
 # vLLM's CUTLASS int8 product: what it is built for, and from how many rows on it is taken before Triton. On an H200, at 512
 # to 8192 rows and two weights, it ran at 1,305 to 1,567 TOPS, a persistent Triton kernel with tensor descriptors at 1,017 to
 # 1,298 (benchmarks/results/split-k-tiles-nvidia-h200-2026-11-29.json).
-# Where between 128 and 512 rows it begins to win was not measured.
+# Tiles measured for a weight win more often: of 8 or 9 weights, at 256 rows for 7, at 512 for 5, at 1024 for 2
+# (kernel-choice-nvidia-h200-2026-11-30.json); the bound is for weights without, by the rule's tiles.
 MIN_CUTLASS_CAPABILITY, END_OF_CUTLASS_CAPABILITY = (7, 5), (10, 0)
 MIN_CUTLASS_ROWS = 256
 CUTLASS_ALIGNMENT = 16
 
-# The tensor-core instructions and barriers of this one only.
+# The tensor-core instructions and barriers of this one only; first and last version of Triton.
 PINGPONG_CAPABILITY = (9, 0)
+GLUON_VERSIONS = ((3, 6), (3, 9))
 
 # Sums of K products of two int8 values, each at most 128 * 127 in magnitude (-128 only in foreign weights), must fit int32.
 MAX_K = (2**31 - 1) // (128 * 127)
@@ -177,11 +179,11 @@ def _select(facts: Facts, many_rows: bool, aligned: bool, half: bool, measured: 
         return Choice(forced, f"forced by {KERNEL_VARIABLE}")
     refusals: dict[str, list[str]] = {}  # why not -> the kernels for which that holds
     for name, (refusal, reason) in candidates.items():
-        if name == "pingpong" != first:
-            continue  # taken by measurement or by force only
+        if name == "pingpong" != first or (name == measured and lost is not None):
+            continue  # the first is taken by measurement or by force only, the second named below
         if refusal is None:
             others = [f"not {' or '.join(names)}: {why}" for why, names in refusals.items()]
-            if lost is not None and lost not in refusals:
+            if lost is not None:
                 others.append(f"not {measured}, fastest here by measurement: {lost}")
             return Choice(name, "; ".join([reason, *others]))
         refusals.setdefault(refusal, []).append(name)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from w8a8_kernels.select import has_dependent_launch
+from w8a8_kernels.select import PINGPONG_CAPABILITY, has_dependent_launch
 
 CONFIG_DIR_VARIABLE = "VLLM_W8A8_CONFIG_DIR"
 CONFIG_DIR = Path(__file__).parent / "configs"
@@ -270,6 +270,8 @@ def _entry(path: Path, where: str, values: Any, capability: tuple[int, int]) -> 
     kernel = values.get("kernel")
     if kernel not in (None, *MEASURED_KERNELS):
         raise _broken(path, f"kernel {kernel!r} in {where}", " or ".join(MEASURED_KERNELS))
+    if kernel == "pingpong" and capability != PINGPONG_CAPABILITY:
+        raise _broken(path, f"kernel 'pingpong' in {where}", "another: it runs on compute capability 9.0 only")
     tile_values = {name: values[name] for name in names if name in values}
     if not tile_values and kernel not in (None, "triton"):
         return Entry(None, kernel)

@@ -486,6 +486,8 @@ class GpuMeasure(AbstractContextManager):
         if cutlass_refusal(facts, N, K, DTYPE) is None:
             others["cutlass"] = cutlass
         if M >= MIN_PINGPONG_ROWS and pingpong_refusal(facts, N, K, DTYPE) is None:
+            if expected is not None and not torch.equal(pingpong(0), expected):
+                raise RuntimeError(f"tune: the ping-pong product gives other bits than the tiles for {M} rows, {N}x{K}")
             others["pingpong"] = pingpong
         if not us or not others:
             return Measurement(us)

@@ -169,9 +169,10 @@ def test_int8_products(device, lens, group, splits):
     check(inputs(device, lens, int8=True, heads=group, kv_heads=1), lens, tolerance=1e-4, tile=tile, splits=splits)
 
 
-def test_a_plan_for_one_query_refuses_more(device):
+@pytest.mark.parametrize("one_tile", [True, False])
+def test_a_plan_for_one_query_refuses_more(device, one_tile):
     tile = AttentionTile(block_m=8, block_n=32, num_warps=1, num_stages=3, int8_dot=True)
-    plan = AttentionPlan(tile, one_tile=True, splits=1, one_query=True)
+    plan = AttentionPlan(tile, one_tile, splits=1, one_query=True)
     with pytest.raises(ValueError, match="for 2 queries x 2 heads"):
         paged_attention(**inputs(device, [(2, 40)], int8=True), most_queries=2, most_keys=40, plan=plan)
 

@@ -45,8 +45,8 @@ class AttentionTile:
 class AttentionPlan:
     """How a batch is computed.
 
-    The tile; whether it holds all queries of a sequence; programs that share its keys; whether, where that makes a difference,
-    no sequence has more than one query.
+    The tile; whether it holds all queries of a sequence; programs that share its keys; whether no sequence has more than one
+    query, which is said of int8 products in one warp only.
     """
 
     tile: AttentionTile

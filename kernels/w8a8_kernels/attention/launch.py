@@ -60,7 +60,7 @@ def paged_attention(
     block_g, block_d = power_of_two(group), power_of_two(D)
     tile_queries = tile.block_m // block_g
     room = 1 if plan.one_query else tile_queries
-    if room < (most_queries if plan.one_tile else 1):
+    if room < (most_queries if plan.one_tile or plan.one_query else 1):
         raise ValueError(f"paged_attention: got a plan of {plan} for {most_queries} queries x {group} heads")
     n_tiles = n_sequences if plan.one_tile else T // tile_queries + n_sequences
     part = part_max = part_sum = out

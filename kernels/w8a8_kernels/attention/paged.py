@@ -426,8 +426,8 @@ def paged_attention_kernel(
     Row r of the tile is query r // BLOCK_G, head r % BLOCK_G. ONE_TILE: tile b is all of sequence b's queries. With SPLIT,
     program_id(2) takes a part of the keys and writes its sums: part fp32 [splits, n_tokens, HEADS, D], part_max and
     part_sum fp32 [splits, n_tokens, HEADS]; one without keys writes no sums but part_sum, 0.
-    ONE_QUERY: no sequence has more. PDL: programmatic dependent launch, see `chain_launches`; lengths, starts and block table
-    are read before the wait, so no kernel may have written them that lets the next ones start before it ends.
+    ONE_QUERY: no sequence has more. PDL: programmatic dependent launch, see `chain_launches`; lengths, starts, slopes and
+    block table are read before the wait, so no kernel may have written them that lets the next ones start before it ends.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -493,8 +493,9 @@ def paged_attention_kernel(
     table_ptr += i_b.to(tl.int64) * stride_tb
     if PDL:
         # What a split program waits for first is memory, which the end of the kernel before leaves idle. Microseconds on an
-        # H200 in int8, with these keys asked for and without: 8 sequences of 8,192 keys 40.0 and 41.2, one of 32,768 28.6 and
-        # 32.5; with four times as many 40.3 and 28.7. Where sequences are not split, 32 of 8,192 took 148 instead of 140.
+        # H200 in int8, with these keys asked for and without: 8 sequences of 8,192 keys 40.0 and 41.2, one of 32,768 28.7 and
+        # 32.5 (32.3 in a later run: how programs that start early are spread counts as much); with four times as many 40.3
+        # and 28.7. Where sequences are not split, 32 of 8,192 took 148 instead of 140.
         if SPLIT and first < last:
             prefetch_cache(
                 k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, first, last, stride_kb, stride_vb, stride_sb, STRIDE_KT,
