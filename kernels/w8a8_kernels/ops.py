@@ -23,6 +23,7 @@ from w8a8_kernels.quantize.reference import (
 from w8a8_kernels.scaled_mm.cutlass import has_cutlass, scaled_mm_cutlass
 from w8a8_kernels.scaled_mm.onednn import (
     has_onednn,
+    onednn_saturates,
     pack_weight_onednn,
     release_packed_weight_onednn,
     scaled_mm_onednn,
@@ -71,7 +72,7 @@ _LIBRARY.define(
 def device_facts(device: torch.device) -> Facts:
     """What `device` offers to `w8a8_kernels.select`. For a GPU: initializes CUDA."""
     if device.type == "cpu":
-        return Facts(capability=None, has_onednn=has_onednn())
+        return Facts(capability=None, has_onednn=has_onednn(), onednn_saturates=onednn_saturates())
     return _gpu_facts(device)
 
 

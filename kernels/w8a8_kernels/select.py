@@ -49,6 +49,7 @@ class Facts:
     capability: tuple[int, int] | None
     has_triton: bool = False
     has_onednn: bool = False
+    onednn_saturates: bool = False
     has_cutlass: bool = False
     has_gluon: bool = False
 
@@ -77,6 +78,8 @@ def _onednn_refusal(facts: Facts) -> str | None:
         return "oneDNN runs on CPUs only"
     if not facts.has_onednn:
         return "vLLM's CPU build, which brings the oneDNN int8 op, is not loaded"
+    if facts.onednn_saturates:
+        return "on this CPU, which has no VNNI instructions, the sums of oneDNN's int8 op saturate"
     return None
 
 

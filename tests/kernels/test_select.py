@@ -172,6 +172,11 @@ def test_forced_by_variable(monkeypatch: pytest.MonkeyPatch) -> None:
         (CPU, "cutlass", "CUTLASS runs on GPUs only"),
         (gpu(9, 0), "cutlass", "brings the CUTLASS int8 op, is not loaded"),
         (with_cutlass(12, 0), "cutlass", "built for compute capability 7.5 to 9.0 and raises elsewhere"),
+        (
+            Facts(None, has_onednn=True, onednn_saturates=True),
+            "onednn",
+            "which has no VNNI instructions, the sums of oneDNN's",
+        ),
         (CPU, "dp4a", "the Triton kernels need a GPU"),
         (gpu(6, 1), "dp4a", "Triton needs compute capability 7.0, this GPU has 6.1"),
         (gpu(9, 0, has_triton=False), "dp4a", "the package triton is not installed"),

@@ -206,8 +206,8 @@ def test_two_ranks(check) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_loaded_again_on_every_kernel(tied: bool, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy's packed form is made anew; within rounding of fp32 products, the kernels agree."""
-    if kernel == "onednn" and not torch.cpu._is_avx512_supported():
-        pytest.skip("needs AVX512")
+    if kernel == "onednn" and not torch.cpu._is_vnni_supported():
+        pytest.skip("needs VNNI")
     monkeypatch.setenv("VLLM_W8A8_KERNEL", kernel)
     with model(tied=tied):
         config = W8A8Config(**ASKED)
@@ -229,8 +229,8 @@ def test_reload(way: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
         record_metadata_for_reloading,
     )
 
-    if kernel == "onednn" and not torch.cpu._is_avx512_supported():
-        pytest.skip("needs AVX512")
+    if kernel == "onednn" and not torch.cpu._is_vnni_supported():
+        pytest.skip("needs VNNI")
     monkeypatch.setenv("VLLM_W8A8_KERNEL", kernel)
 
     def tensors(seed: int) -> dict[str, torch.Tensor]:

@@ -193,7 +193,8 @@ def check_layer(method: str, weights: str, dynamic: bool, symmetric: bool, dtype
         assert ours_l2 <= 1.1 * theirs_l2 + 1e-7, name
         # vLLM quantizes dynamic activations by another formula, and a row beside 0 with another zero point.
         ordinary = torch.arange(ROWS) != BESIDE_ZERO
-        assert relative_l2(ours[ordinary], theirs[ordinary]) <= 1e-2, name
+        if torch.cpu._is_vnni_supported():  # else vLLM's oneDNN sums saturate
+            assert relative_l2(ours[ordinary], theirs[ordinary]) <= 1e-2, name
 
 
 @pytest.mark.parametrize("method", METHODS)

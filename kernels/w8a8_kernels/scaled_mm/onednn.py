@@ -3,6 +3,8 @@
 Only the product is borrowed: the quantizer is ours (vLLM's multiplies by 127/amax and turns a NaN row into zeros).
 """
 
+import functools
+
 import torch
 
 # vLLM's own value for linear layers: how many input shapes keep their compiled primitive.
@@ -12,6 +14,25 @@ PRIMITIVE_CACHE_SIZE = 32
 def has_onednn() -> bool:
     """Whether the process has loaded vLLM's CPU build with its oneDNN int8 op."""
     return hasattr(torch.ops._C, "create_onednn_scaled_mm_handler") and hasattr(torch.ops._C, "onednn_scaled_mm")
+
+
+@functools.cache
+def onednn_saturates() -> bool:
+    """Whether oneDNN's int8 sums are wrong on this CPU; False where the op is not there.
+
+    Without VNNI instructions (AVX2 alone, say) pairs of products are added in 16 bits, which saturate. Seen with vLLM 0.32 on
+    a CPU with AVX2: off by up to a quarter of the greatest sum.
+    """
+    if not has_onednn():
+        return False
+    K, N = 64, 16
+    x, weight = (torch.full((rows, K), 127, dtype=torch.int8) for rows in (1, N))
+    scales = [torch.ones(rows, 1, dtype=torch.float32) for rows in (1, N)]
+    packed = pack_weight_onednn(weight, scales[1], torch.float32)
+    try:
+        return bool((scaled_mm_onednn(x, scales[0], packed, N, None, torch.float32) != 127 * 127 * K).any())
+    finally:
+        release_packed_weight_onednn(packed)
 
 
 def pack_weight_onednn(weight: torch.Tensor, weight_scale: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
