@@ -20,7 +20,7 @@ from vllm_w8a8_plugin.packing import pack
 from vllm_w8a8_plugin.warmup import WARMUP
 from w8a8_kernels import int8_linear, select_scaled_mm
 from w8a8_kernels.ops import device_facts
-from w8a8_kernels.select import CUTLASS_ALIGNMENT, MAX_K, MIN_DP4A_CAPABILITY
+from w8a8_kernels.select import ALIGNMENT, MAX_K, MIN_DP4A_CAPABILITY
 
 CODE_MIN, CODE_MAX = -128, 127
 
@@ -221,7 +221,7 @@ def append_zero_point_columns(weight: torch.Tensor, columns: int | None = None) 
         E = columns
     elif E:
         E += -(-E // SPARE)
-        E += -(weight.shape[1] + E) % CUTLASS_ALIGNMENT
+        E += -(weight.shape[1] + E) % ALIGNMENT
     before = CODE_MAX * torch.arange(E, dtype=torch.int32, device=weight.device)
     digits = (magnitude[:, None] - before).clamp(0, CODE_MAX) * -colsum.sign()[:, None]
     return torch.cat((weight, digits.to(torch.int8)), dim=1)

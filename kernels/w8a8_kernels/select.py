@@ -27,7 +27,9 @@ MIN_DEPENDENT_LAUNCH_CAPABILITY = (9, 0)
 # (kernel-choice-nvidia-h200-2026-11-30.json); the bound is for weights without, by the rule's tiles.
 MIN_CUTLASS_CAPABILITY, END_OF_CUTLASS_CAPABILITY = (7, 5), (10, 0)
 MIN_CUTLASS_ROWS = 256
-CUTLASS_ALIGNMENT = 16
+
+# What N and K are multiples of in CUTLASS and in the ping-pong product.
+ALIGNMENT = 16
 
 # The tensor-core instructions and barriers of this one only; first and last version of Triton.
 PINGPONG_CAPABILITY = (9, 0)
@@ -83,6 +85,14 @@ def _onednn_refusal(facts: Facts) -> str | None:
     return None
 
 
+def _form_refusal(kernel: str, aligned: bool, half: bool) -> str | None:
+    if not aligned:
+        return f"{kernel} needs N and K to be multiples of {ALIGNMENT}"
+    if not half:
+        return f"{kernel} writes bf16 and fp16 only"
+    return None
+
+
 def _cutlass_refusal(facts: Facts, aligned: bool, half: bool) -> str | None:
     if facts.capability is None:
         return "CUTLASS runs on GPUs only"
@@ -90,11 +100,7 @@ def _cutlass_refusal(facts: Facts, aligned: bool, half: bool) -> str | None:
         return "vLLM's CUTLASS int8 product is built for compute capability 7.5 to 9.0 and raises elsewhere"
     if not facts.has_cutlass:
         return "vLLM's CUDA build, which brings the CUTLASS int8 op, is not loaded"
-    if not aligned:
-        return f"CUTLASS needs N and K to be multiples of {CUTLASS_ALIGNMENT}"
-    if not half:
-        return "CUTLASS writes bf16 and fp16 only"
-    return None
+    return _form_refusal("CUTLASS", aligned, half)
 
 
 def _pingpong_refusal(facts: Facts, aligned: bool, half: bool) -> str | None:
@@ -104,11 +110,7 @@ def _pingpong_refusal(facts: Facts, aligned: bool, half: bool) -> str | None:
         return "the package triton is not installed"
     if not facts.has_gluon:
         return "this version of triton has not the Gluon that the ping-pong product is written in (3.6 to 3.9 have)"
-    if not aligned:
-        return f"the ping-pong product needs N and K to be multiples of {CUTLASS_ALIGNMENT}"
-    if not half:
-        return "the ping-pong product writes bf16 and fp16 only"
-    return None
+    return _form_refusal("the ping-pong product", aligned, half)
 
 
 def pingpong_refusal(facts: Facts, N: int | None, K: int | None, out_dtype: torch.dtype) -> str | None:
@@ -122,7 +124,7 @@ def cutlass_refusal(facts: Facts, N: int | None, K: int | None, out_dtype: torch
 
 
 def _aligned(N: int | None, K: int | None) -> bool:
-    return all(size is None or size % CUTLASS_ALIGNMENT == 0 for size in (N, K))
+    return all(size is None or size % ALIGNMENT == 0 for size in (N, K))
 
 
 def select_scaled_mm(

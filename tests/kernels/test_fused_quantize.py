@@ -3,6 +3,7 @@
 import pytest
 import torch
 from inputs import GPU_EXTREME_SHAPES, GPU_SHAPES, SMALL_SHAPES, activations, same_bits, short_squares
+from torch import library
 
 import w8a8_kernels
 from w8a8_kernels.quantize import (
@@ -236,13 +237,13 @@ def test_op_contracts(K: int, device: torch.device) -> None:
     """Schemas, fake implementations and tracing agree with what the ops do, also for inputs that are not contiguous."""
     x = activations(2, 4 * K, torch.bfloat16, device)
     weight = weight_of(K, torch.bfloat16, device)
-    torch.library.opcheck(torch.ops.w8a8.rms_norm_quantize.default, (x[:, :K], weight, EPS))
-    torch.library.opcheck(torch.ops.w8a8.rms_norm_quantize.default, (x[:, :K], weight.float(), EPS, 1.0))
-    torch.library.opcheck(torch.ops.w8a8.add_rms_norm_quantize.default, (x[:, :K], x[:, K : 2 * K], weight, EPS))
-    torch.library.opcheck(torch.ops.w8a8.silu_mul_quantize.default, (x[:, : 2 * K],))
+    library.opcheck(torch.ops.w8a8.rms_norm_quantize.default, (x[:, :K], weight, EPS))
+    library.opcheck(torch.ops.w8a8.rms_norm_quantize.default, (x[:, :K], weight.float(), EPS, 1.0))
+    library.opcheck(torch.ops.w8a8.add_rms_norm_quantize.default, (x[:, :K], x[:, K : 2 * K], weight, EPS))
+    library.opcheck(torch.ops.w8a8.silu_mul_quantize.default, (x[:, : 2 * K],))
     columns = x.t().contiguous().t()[:, : 2 * K]
-    torch.library.opcheck(torch.ops.w8a8.quantize.default, (columns,))
-    torch.library.opcheck(torch.ops.w8a8.add_rms_norm_quantize.default, (columns[:, :K], columns[:, :K], weight, EPS))
+    library.opcheck(torch.ops.w8a8.quantize.default, (columns,))
+    library.opcheck(torch.ops.w8a8.add_rms_norm_quantize.default, (columns[:, :K], columns[:, :K], weight, EPS))
 
 
 @pytest.mark.gpu

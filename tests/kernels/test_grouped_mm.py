@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 from inputs import activations, codes, same_bits
+from torch import library
 
 import w8a8_kernels
 from w8a8_kernels.grouped_mm import (
@@ -347,7 +348,7 @@ def test_op_takes_what_routers_give(device: torch.device) -> None:
 
 def test_op_contract(device: torch.device) -> None:
     args = layer(3, torch.bfloat16, device, experts=4, top_k=2, hidden=64, intermediate=32)
-    torch.library.opcheck(torch.ops.w8a8.int8_experts.default, tuple(args.values()))
+    library.opcheck(torch.ops.w8a8.int8_experts.default, tuple(args.values()))
 
 
 def test_compiled_equals_eager(device: torch.device) -> None:

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from inputs import GPU_EXTREME_SHAPES, GPU_SHAPES, SMALL_SHAPES, activations, every_quotient, same_bits
+from torch import library
 
 import w8a8_kernels
 from w8a8_kernels.quantize import QuantizeConfig, quantize_config, quantize_reference, quantize_variants
@@ -130,7 +131,7 @@ def test_bad_rows_leave_the_others_alone(device: torch.device) -> None:
 def test_op_contract(device: torch.device) -> None:
     """Schema, fake implementation and tracing agree with what the op does."""
     x = activations(5, 33, torch.bfloat16, device)[:1]
-    torch.library.opcheck(torch.ops.w8a8.quantize.default, (x,))
+    library.opcheck(torch.ops.w8a8.quantize.default, (x,))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

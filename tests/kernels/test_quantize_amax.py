@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from inputs import activations, same_bits
+from torch import library
 
 import w8a8_kernels
 from w8a8_kernels.ops import int8_linear, scaled_mm
@@ -145,9 +146,9 @@ def test_linear_of_a_part(device: torch.device) -> None:
 def test_op_contracts(hadamard: int, device: torch.device) -> None:
     """Schema, fake implementation and tracing agree with what the ops do."""
     x = activations(5, 128, torch.bfloat16, device)[:2]
-    torch.library.opcheck(torch.ops.w8a8.quantize_amax.default, (x, hadamard))
+    library.opcheck(torch.ops.w8a8.quantize_amax.default, (x, hadamard))
     amax = w8a8_kernels.quantize_amax(x, hadamard)
-    torch.library.opcheck(torch.ops.w8a8.quantize_with_amax.default, (x, amax, hadamard))
+    library.opcheck(torch.ops.w8a8.quantize_with_amax.default, (x, amax, hadamard))
 
 
 def test_refuses() -> None:

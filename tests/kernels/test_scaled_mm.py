@@ -1,6 +1,7 @@
 import pytest
 import torch
 from inputs import activations, codes, same_bits
+from torch import library
 
 import w8a8_kernels
 from w8a8_kernels.quantize import quantize_reference
@@ -215,7 +216,7 @@ def test_compiled_equals_eager(device: torch.device) -> None:
 
 def test_op_contract(device: torch.device) -> None:
     args = operands(3, 24, 40, torch.bfloat16, device, bias=True)
-    torch.library.opcheck(torch.ops.w8a8.scaled_mm.default, (*args, torch.bfloat16))
+    library.opcheck(torch.ops.w8a8.scaled_mm.default, (*args, torch.bfloat16))
 
 
 BAD = {

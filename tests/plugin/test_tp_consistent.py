@@ -9,6 +9,7 @@ import pytest
 import torch
 from checkpoints import COMPRESSED_TENSORS, NATIVE, model_folder
 from layers import finish, load, run_ranks
+from torch import library
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("vllm", reason="vLLM is not installed: `make test` installs it")
@@ -249,7 +250,7 @@ def check_collective(rank: int, world: int) -> None:
     got = torch.ops.w8a8.max_over_ranks(amax)
     assert got.nan_to_num(-1, posinf=-2).flatten().tolist() == [world, 0, -1, -1 if world > 1 else -2, -2 if world > 1 else 2]
     if world == 1:
-        torch.library.opcheck(torch.ops.w8a8.max_over_ranks.default, (amax[:2],))
+        library.opcheck(torch.ops.w8a8.max_over_ranks.default, (amax[:2],))
 
 
 def check_the_rest(rank: int, world: int) -> None:

@@ -470,10 +470,10 @@ def paged_attention_kernel(
     o_token = (start + o_query).to(tl.int64)
     o_d = tl.arange(0, BLOCK_D)
     m_qd = m_row[:, None] & (o_d < D)[None, :]
-    p_q = q_ptr + (o_token * stride_qt + o_head * stride_qh)[:, None] + o_d[None, :]
+    p_queries = q_ptr + (o_token * stride_qt + o_head * stride_qh)[:, None] + o_d[None, :]
     if not PDL:
         # Not where the other load is: there ptxas aims at fewer registers for D 256 on sm_86, and spills.
-        b_q = tl.load(p_q, mask=m_qd, other=0.0)
+        b_q = tl.load(p_queries, mask=m_qd, other=0.0)
     b_position = n_keys - n_queries + o_query
     b_slope = tl.zeros((BLOCK_M,), tl.float32)
     if ALIBI:
@@ -514,7 +514,7 @@ def paged_attention_kernel(
                 STRIDE_VT, STRIDE_VD, D, BLOCK_D, BLOCK_SIZE, KEYS=BLOCK_N,
             )  # fmt: skip
         tl.extra.cuda.gdc_wait()
-        b_q = tl.load(p_q, mask=m_qd, other=0.0)
+        b_q = tl.load(p_queries, mask=m_qd, other=0.0)
     if SPLIT and first >= last and i_split > 0:
         o_part = (i_split * n_tokens + o_token) * HEADS + o_head
         tl.store(part_sum_ptr + o_part, tl.zeros((BLOCK_M,), tl.float32), mask=m_row)

@@ -277,13 +277,13 @@ def scaled_mm_pingpong_kernel(
     )  # fmt: skip
 
 
-def _boxes(x, weight, out, block_m: int, block_n: int, block_k: int) -> tuple[TensorDescriptor, ...]:
+def _boxes(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> tuple[TensorDescriptor, ...]:
     codes = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     results = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     return (
-        TensorDescriptor.from_tensor(x, [block_m, block_k], codes),
-        TensorDescriptor.from_tensor(weight, [block_n, block_k], codes),
-        TensorDescriptor.from_tensor(out, [block_m, STORE_N], results),
+        TensorDescriptor.from_tensor(x, [BLOCK_M, BLOCK_K], codes),
+        TensorDescriptor.from_tensor(weight, [BLOCK_N, BLOCK_K], codes),
+        TensorDescriptor.from_tensor(out, [BLOCK_M, STORE_N], results),
     )
 
 
@@ -303,7 +303,6 @@ def scaled_mm_pingpong(
     *,
     num_sms: int,
     pdl: bool = False,
-    tile: tuple[int, int, int, int] = (BLOCK_M, BLOCK_N, BLOCK_K, STAGES),
 ) -> torch.Tensor:
     """Launch the GEMM; shapes as in `w8a8_kernels.scaled_mm`, N and K multiples of 16, out_dtype bf16 or fp16.
 
@@ -312,24 +311,22 @@ def scaled_mm_pingpong(
     Args:
         num_sms: multiprocessors of the GPU.
         pdl: programmatic dependent launch: start while the kernel before is still running.
-        tile: rows, columns and depth of a block, and stages.
     """
     M, K = x.shape
     N = weight.shape[0]
     out = torch.empty((M, N), dtype=out_dtype, device=x.device)
     if M == 0 or N == 0:
         return out
-    block_m, block_n, block_k, stages = tile
-    tiles = triton.cdiv(M, block_m) * triton.cdiv(N, block_n)
+    tiles = triton.cdiv(M, BLOCK_M) * triton.cdiv(N, BLOCK_N)
     scaled_mm_pingpong_kernel[(min(tiles, num_sms),)](
-        *_boxes(_aligned(x), _aligned(weight), out, block_m, block_n, block_k),
+        *_boxes(_aligned(x), _aligned(weight), out),
         x_scale,
         weight_scale,
         bias,
         M,
         N,
         K,
-        STAGES=stages,
+        STAGES=STAGES,
         GROUP=GROUP_M,
         HAS_BIAS=bias is not None,
         PDL=pdl,
