@@ -13,10 +13,11 @@ from vllm_w8a8_plugin import compat, envs, log, saved_state
 from vllm_w8a8_plugin.collective import max_over_ranks
 from vllm_w8a8_plugin.packing import pack
 from vllm_w8a8_plugin.warmup import WARMUP
-from w8a8_kernels import int8_linear, quantize_amax, select_scaled_mm
+from w8a8_kernels import int8_linear, quantize_amax
 from w8a8_kernels.hadamard import BLOCKS, chosen_block, ranks_that_fit
 from w8a8_kernels.ops import device_facts
 from w8a8_kernels.quantize.weight import quantize_weight, row_amax
+from w8a8_kernels.select import describe_scaled_mm
 
 # Of weights to quantize, and of scales.
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -115,8 +116,7 @@ class W8A8LinearMethod(LinearMethodBase):
         """
         self._all_built()
         saved_state.check_blocks(layer)
-        choice = select_scaled_mm(device_facts(layer.weight.device))
-        log.once(f"W8A8 linear layers run on {choice.kernel} ({choice.reason})")
+        log.once(f"W8A8 linear layers run on {describe_scaled_mm(device_facts(layer.weight.device))}")
         pack(layer, layer.weight.data, layer.weight_scale.data, layer.w8a8_dtype)
         WARMUP.ready(layer)
 

@@ -18,9 +18,9 @@ from vllm_w8a8_plugin import compat, log
 from vllm_w8a8_plugin.config import fuse_when_compiled
 from vllm_w8a8_plugin.packing import pack
 from vllm_w8a8_plugin.warmup import WARMUP
-from w8a8_kernels import int8_linear, select_scaled_mm
+from w8a8_kernels import int8_linear
 from w8a8_kernels.ops import device_facts
-from w8a8_kernels.select import ALIGNMENT, MAX_K, MIN_DP4A_CAPABILITY
+from w8a8_kernels.select import ALIGNMENT, MAX_K, MIN_DP4A_CAPABILITY, describe_scaled_mm
 
 CODE_MIN, CODE_MAX = -128, 127
 
@@ -109,8 +109,8 @@ class W8A8Int8ScaledMMLinearKernel(Int8ScaledMMLinearKernel):
         replace_parameter(layer, scale_name, scale)
         layer._already_called_process_weights_after_loading = True
 
-        choice = select_scaled_mm(device_facts(weight.device))
-        log.once(f"W8A8: vLLM's own int8 layers with {self._scheme()} run on {choice.kernel} ({choice.reason})")
+        kernels = describe_scaled_mm(device_facts(weight.device))
+        log.once(f"W8A8: vLLM's own int8 layers with {self._scheme()} run on {kernels}")
         dtype = getattr(layer, "params_dtype", torch.get_default_dtype())
         pack(layer, weight, scale, dtype)
         self._warm_up(weight, scale, getattr(layer, "bias", None), dtype)

@@ -194,6 +194,18 @@ def _silu_mul_quantize_cuda(x: torch.Tensor, hadamard: int = 0) -> tuple[torch.T
     return silu_mul_quantize_row(x, hadamard, **options)
 
 
+def _scaled_mm_cpu(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    select_scaled_mm(device_facts(x.device))  # raises where a kernel is forced that does not run here
+    return scaled_mm_reference(x, x_scale, weight, weight_scale, bias, out_dtype)
+
+
 def _scaled_mm_cuda(
     x: torch.Tensor,
     x_scale: torch.Tensor,
@@ -295,7 +307,7 @@ _LIBRARY.impl("add_rms_norm_quantize", add_rms_norm_quantize_reference, "CPU")
 _LIBRARY.impl("add_rms_norm_quantize", _add_rms_norm_quantize_cuda, "CUDA")
 _LIBRARY.impl("silu_mul_quantize", silu_mul_quantize_reference, "CPU")
 _LIBRARY.impl("silu_mul_quantize", _silu_mul_quantize_cuda, "CUDA")
-_LIBRARY.impl("scaled_mm", scaled_mm_reference, "CPU")
+_LIBRARY.impl("scaled_mm", _scaled_mm_cpu, "CPU")
 _LIBRARY.impl("scaled_mm", _scaled_mm_cuda, "CUDA")
 _LIBRARY.impl("scaled_mm_packed", scaled_mm_onednn, "CPU")
 _LIBRARY.impl("int8_experts", int8_experts_reference, "CPU")

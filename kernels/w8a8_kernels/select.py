@@ -28,6 +28,9 @@ MIN_DEPENDENT_LAUNCH_CAPABILITY = (9, 0)
 MIN_CUTLASS_CAPABILITY, END_OF_CUTLASS_CAPABILITY = (7, 5), (10, 0)
 MIN_CUTLASS_ROWS = 256
 
+# Those that `w8a8_kernels.tune` compares.
+MEASURED_KERNELS = ("triton", "cutlass", "pingpong")
+
 # What N and K are multiples of in CUTLASS and in the ping-pong product.
 ALIGNMENT = 16
 
@@ -148,7 +151,7 @@ def select_scaled_mm(
         forced: a kernel's name; default: the variable `VLLM_W8A8_KERNEL`, if set.
 
     Raises:
-        ValueError: the forced kernel does not exist or cannot run here; the message says why.
+        ValueError: `measured` is no kernel's name; the forced kernel does not exist or cannot run here; the message says why.
     """
     aligned = _aligned(N, K)
     many_rows = M is not None and M >= MIN_CUTLASS_ROWS
@@ -166,6 +169,8 @@ def _select(facts: Facts, many_rows: bool, aligned: bool, half: bool, measured: 
         "onednn": (_onednn_refusal(facts), "vLLM's oneDNN int8 matrix product"),
         "torch": (None, "the reference in torch"),
     }
+    if measured is not None and measured not in MEASURED_KERNELS:
+        raise ValueError(f"got {measured!r} as the kernel measured fastest, expected one of {', '.join(MEASURED_KERNELS)}")
     first, because = measured, "fastest here by measurement"
     lost = None if measured is None else candidates[measured][0]
     if many_rows and (measured is None or lost is not None):
@@ -193,6 +198,15 @@ def _select(facts: Facts, many_rows: bool, aligned: bool, half: bool, measured: 
             return Choice(name, "; ".join([reason, *others]))
         refusals.setdefault(refusal, []).append(name)
     raise AssertionError("the torch reference never refuses")
+
+
+def describe_scaled_mm(facts: Facts) -> str:
+    """What `select_scaled_mm` takes for few and for many rows of an ordinary weight, and why: for logs. Raises as that."""
+    few, many = select_scaled_mm(facts), select_scaled_mm(facts, MIN_CUTLASS_ROWS)
+    text = f"{few.kernel} ({few.reason})"
+    if many.kernel != few.kernel:
+        text += f", from {MIN_CUTLASS_ROWS} rows on {many.kernel}; weights with tiles measured on this GPU on what was fastest"
+    return text
 
 
 def select_quantize(facts: Facts, *, forced: str | None = None) -> Choice:

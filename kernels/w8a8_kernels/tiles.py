@@ -17,11 +17,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from w8a8_kernels.select import PINGPONG_CAPABILITY, has_dependent_launch
+from w8a8_kernels.select import MEASURED_KERNELS, PINGPONG_CAPABILITY, has_dependent_launch
 
 CONFIG_DIR_VARIABLE = "VLLM_W8A8_CONFIG_DIR"
 CONFIG_DIR = Path(__file__).parent / "configs"
-MEASURED_KERNELS = ("triton", "cutlass", "pingpong")
 
 # The tensor memory accelerator exists from here on; that it is faster was measured on one.
 MIN_TMA_CAPABILITY = TMA_MEASURED = (9, 0)

@@ -1,7 +1,15 @@
 import pytest
 import torch
 
-from w8a8_kernels.select import Facts, cutlass_refusal, pingpong_refusal, select_quantize, select_scaled_mm
+from w8a8_kernels import scaled_mm
+from w8a8_kernels.select import (
+    Facts,
+    cutlass_refusal,
+    describe_scaled_mm,
+    pingpong_refusal,
+    select_quantize,
+    select_scaled_mm,
+)
 
 CPU, CPU_ONEDNN = Facts(None), Facts(None, has_onednn=True)
 
@@ -195,3 +203,36 @@ def test_forced_fails_loudly(facts: Facts, forced: str, message: str) -> None:
 
 def test_forced_onednn_leaves_the_quantizer_ours() -> None:
     assert select_quantize(CPU_ONEDNN, forced="onednn").kernel == "torch"
+
+
+@pytest.mark.parametrize(
+    ("facts", "kernels"),
+    [
+        (with_cutlass(9, 0), ("triton (", "from 256 rows on cutlass; weights with tiles measured")),
+        (gpu(9, 0), ("triton (",)),
+        (CPU_ONEDNN, ("onednn (",)),
+    ],
+)
+def test_the_log_names_the_kernels_of_few_and_of_many_rows(
+    facts: Facts, kernels: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_W8A8_KERNEL", raising=False)
+    text = describe_scaled_mm(facts)
+    assert text.startswith(kernels[0])
+    assert ("from 256 rows on" in text) == (len(kernels) > 1)
+    assert all(kernel in text for kernel in kernels)
+
+
+def test_an_unknown_measured_kernel_is_refused() -> None:
+    with pytest.raises(ValueError, match="got 'fastest' as the kernel measured fastest, expected one of triton, cutlass"):
+        select_scaled_mm(WITH_ALL, 1, 4096, 4096, measured="fastest")
+
+
+@pytest.mark.parametrize("forced", ["triton", "onednn"])
+def test_a_forced_kernel_fails_on_a_cpu_without_it(forced: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also outside vLLM, which asks when it starts."""
+    monkeypatch.setenv("VLLM_W8A8_KERNEL", forced)
+    monkeypatch.setattr("w8a8_kernels.ops.has_onednn", lambda: False)
+    x, weight = torch.ones(2, 16, dtype=torch.int8), torch.ones(16, 16, dtype=torch.int8)
+    with pytest.raises(ValueError, match=f"VLLM_W8A8_KERNEL={forced} cannot run here"):
+        scaled_mm(x, torch.ones(2, 1), weight, torch.ones(16, 1))

@@ -149,6 +149,7 @@ def test_online_scales_are_those_of_the_whole_matrix(world: int) -> None:
     run_ranks(world, check_online_scales)
 
 
+@pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="needs VNNI: without it vLLM's own sums saturate")
 def test_one_layer_near_stock() -> None:
     run_ranks(1, check_against_stock)
 
