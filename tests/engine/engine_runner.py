@@ -17,6 +17,8 @@ import os
 import sys
 from pathlib import Path
 
+import forked
+
 
 def positions(logprobs) -> list[dict[int, float]]:
     """A list over positions from vLLM's flat log-probabilities; an unscored position is empty."""
@@ -119,11 +121,22 @@ def accepted_tokens(llm) -> int:
     return sum(m.value for m in llm.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens")
 
 
-def main() -> None:
+def run_forked(job_file: str, result_file: str, log_file: str, environment: dict[str, str]) -> None:
+    """`main` in a process that `forked` has made."""
+    forked.take_environment(environment)
+    os.chdir(Path(job_file).parent)
+    os.setsid()  # so that its workers can be stopped with it
+    log = os.open(log_file, os.O_WRONLY | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    main(job_file, result_file)
+
+
+def main(job_file: str, result_file: str) -> None:
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
-    job = json.loads(Path(sys.argv[1]).read_text())
+    job = json.loads(Path(job_file).read_text())
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
     each = job["sampling"] if isinstance(job["sampling"], list) else [job["sampling"]] * len(prompts)
     sampling = [SamplingParams(flat_logprobs=True, **arguments) for arguments in each]
@@ -164,7 +177,7 @@ def main() -> None:
     if job["count_compilations"]:
         counted.append(compilations(llm))
     result = {"answers": answers, "later": later, "addresses": where, "compilations": counted}
-    Path(sys.argv[2]).write_text(json.dumps(result | {"accepted": accepted_tokens(llm)}))
+    Path(result_file).write_text(json.dumps(result | {"accepted": accepted_tokens(llm)}))
     llm.llm_engine.engine_core.shutdown()
     # An ordinary exit of vLLM's CPU build aborted in some runs on a busy machine ("terminate called without an active
     # exception"), long after the answers were there.
@@ -173,4 +186,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

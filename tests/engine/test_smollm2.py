@@ -5,16 +5,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines import EngineFailed, Run, agreement, run_engine, text_chunks
+from engines import PROCESS, EngineFailed, Run, agreement, run_engine, text_chunks
 
 pytestmark = pytest.mark.engine
 
 TOKENS, CHUNK = 2000, 250
+# Enough to see whether two ways are the same; quality takes all.
+FEW_TOKENS = 500
+QUALITY = ("bf16", "online", "online, no hadamard")
 
 # name -> (format of the checkpoint, arguments of vllm.LLM, environment)
 WAYS = {
     "bf16": ("bf16", {}, {}),
-    "online": ("bf16", {"quantization": "w8a8"}, {}),
+    "online": ("bf16", {"quantization": "w8a8"}, PROCESS),
     "online by variable": ("bf16", {}, {"VLLM_W8A8_ENABLE": "1"}),
     "gguf": ("gguf", {"quantization": "w8a8"}, {}),
     "w8a8": ("w8a8", {}, {}),
@@ -28,14 +31,14 @@ WAYS = {
 
 @pytest.fixture(scope="module")
 def run(smollm2: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
-    """The engine's answers to the text, one engine for each way."""
+    """The engine's answers to the text, one engine for each way; to its first tokens but for `QUALITY`."""
     runs: dict[str, Run] = {}
     cache = {"VLLM_W8A8_CACHE_DIR": str(tmp_path_factory.mktemp("cache"))}
 
     def get(way: str) -> Run:
         if way not in runs:
             format, engine, env = WAYS[way]
-            prompts = text_chunks(smollm2("bf16"), TOKENS, CHUNK)
+            prompts = text_chunks(smollm2("bf16"), TOKENS if way in QUALITY else FEW_TOKENS, CHUNK)
             runs[way] = run_engine(smollm2(format), prompts, engine=engine, env=env | cache)
         return runs[way]
 
@@ -54,7 +57,7 @@ def run(smollm2: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 )
 def test_ways_to_w8a8_agree(run: Callable[[str], Run], online: str, way: str) -> None:
     """Codes and scales are the same bits, so in one mode the log-probabilities are the same, too."""
-    pairs = zip(run(online).answers, run(way).answers, strict=True)
+    pairs = zip(run(online).answers[: FEW_TOKENS // CHUNK], run(way).answers, strict=True)
     difference = max(
         abs(a - b) for one, other in pairs for a, b in zip(one.true_logprobs(), other.true_logprobs(), strict=True)
     )
@@ -88,8 +91,7 @@ def test_stock_vllm_reads_our_compressed_tensors(run: Callable[[str], Run]) -> N
     """Stock quantizes activations by another formula: near, not equal."""
     stock, ours = run("compressed-tensors, stock"), run("compressed-tensors")
     assert "W8A8 linear layers" not in stock.log
-    bf16 = run("bf16").perplexity()
-    assert stock.perplexity() / bf16 <= 1.1 * ours.perplexity() / bf16
+    assert stock.perplexity() <= 1.1 * ours.perplexity()
 
 
 def test_stock_vllm_refuses_w8a8(smollm2: Callable[[str], Path]) -> None:

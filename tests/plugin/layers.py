@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
+import forked
 import torch
 
 
@@ -35,10 +36,13 @@ def free_port() -> int:
 
 def run_ranks(world: int, test: Callable[[int, int], None]) -> None:
     """Run `test(rank, world)` in a process for each rank; an assertion that fails in one fails here."""
-    torch.multiprocessing.spawn(_rank, (world, free_port(), test), nprocs=world)
+    forked.started()
+    arguments = (world, free_port(), test, dict(os.environ))
+    torch.multiprocessing.start_processes(_rank, arguments, nprocs=world, start_method=forked.METHOD)
 
 
-def _rank(rank: int, world: int, port: int, test: Callable[[int, int], None]) -> None:
+def _rank(rank: int, world: int, port: int, test: Callable[[int, int], None], environment: dict[str, str]) -> None:
+    forked.take_environment(environment)
     torch.set_num_threads(1)
     os.environ["VLLM_DIST_IDENT"] = str(port)  # names the shared memory between ranks on the CPU build
     with tensor_parallel(rank, world, port):
