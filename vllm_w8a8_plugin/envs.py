@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from w8a8_kernels.hadamard import AUTO, parse_choice
+from w8a8_kernels.names import name_matcher
 from w8a8_kernels.select import KERNEL_VARIABLE
 from w8a8_kernels.tiles import CONFIG_DIR_VARIABLE
 
@@ -42,7 +43,7 @@ VARIABLES = (
         SKIP_MODULES,
         "",
         "Comma-separated modules that stay unquantized when a checkpoint is quantized while loading: names, parents, globs, "
-        "`re:` patterns, as for `vllm-w8a8 convert --skip`.",
+        "`re:` patterns, as for `vllm-w8a8 convert --skip`. A pattern cannot hold a comma.",
     ),
     Variable(FUSION, "1", "0: do not fold RMSNorm and SiLU·mul into the quantizer in compiled graphs."),
     Variable(
@@ -169,7 +170,12 @@ def cache_dir() -> Path:
 
 
 def check() -> None:
-    """Raise ValueError for a variable with a value that it does not know."""
+    """Raise ValueError for a variable with a value that cannot be."""
+    for pattern in skip_modules():
+        try:
+            name_matcher(pattern)
+        except ValueError as error:
+            raise ValueError(f"{SKIP_MODULES}: {error}") from None
     enabled()
     fusion()
     hadamard()

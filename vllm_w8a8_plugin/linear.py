@@ -116,7 +116,7 @@ class W8A8LinearMethod(LinearMethodBase):
         """
         self._all_built()
         saved_state.check_blocks(layer)
-        log.once(f"W8A8 linear layers run on {describe_scaled_mm(device_facts(layer.weight.device))}")
+        log.once(f"W8A8 linear layers run on {describe_scaled_mm(device_facts(layer.weight.device), layer.w8a8_dtype)}")
         pack(layer, layer.weight.data, layer.weight_scale.data, layer.w8a8_dtype)
         WARMUP.ready(layer)
 

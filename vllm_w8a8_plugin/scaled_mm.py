@@ -109,9 +109,9 @@ class W8A8Int8ScaledMMLinearKernel(Int8ScaledMMLinearKernel):
         replace_parameter(layer, scale_name, scale)
         layer._already_called_process_weights_after_loading = True
 
-        kernels = describe_scaled_mm(device_facts(weight.device))
-        log.once(f"W8A8: vLLM's own int8 layers with {self._scheme()} run on {kernels}")
         dtype = getattr(layer, "params_dtype", torch.get_default_dtype())
+        kernels = describe_scaled_mm(device_facts(weight.device), dtype)
+        log.once(f"W8A8: vLLM's own int8 layers with {self._scheme()} run on {kernels}")
         pack(layer, weight, scale, dtype)
         self._warm_up(weight, scale, getattr(layer, "bias", None), dtype)
 

@@ -51,6 +51,9 @@ def linear_shapes(folder: Path, tp: int = 1, lm_head: bool = False) -> list[Laye
     if tp < 1:
         raise ValueError(f"got tensor parallelism {tp}, expected 1 or more")
     config = _read_config(folder)
+    heads = config.get("num_attention_heads")
+    if isinstance(heads, int) and heads % tp:
+        raise ValueError(f"tensor parallelism {tp} does not divide the model's {heads} heads: take a degree that does")
     tensors = _tensors(folder)
     weights = _quantized_weights(tensors)
     if not weights:

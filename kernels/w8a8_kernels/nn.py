@@ -85,7 +85,7 @@ class W8A8Linear(torch.nn.Module):
         Raises:
             ValueError: x has another width.
         """
-        if x.shape[-1] != self.in_features:
+        if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(f"W8A8Linear: got x of shape {tuple(x.shape)}, expected [..., {self.in_features}]")
         return int8_linear(x, self.weight, self.weight_scale, self.bias, hadamard=self.hadamard)
 

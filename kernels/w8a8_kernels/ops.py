@@ -6,6 +6,8 @@ give the same codes. Which kernel runs is decided by `w8a8_kernels.select` from 
 
 import functools
 import importlib.util
+import os
+from collections.abc import Callable
 
 import torch
 from torch import library
@@ -22,6 +24,7 @@ from w8a8_kernels.quantize.reference import (
 )
 from w8a8_kernels.scaled_mm.cutlass import has_cutlass, scaled_mm_cutlass
 from w8a8_kernels.scaled_mm.onednn import (
+    check_packed,
     has_onednn,
     onednn_saturates,
     pack_weight_onednn,
@@ -31,6 +34,7 @@ from w8a8_kernels.scaled_mm.onednn import (
 from w8a8_kernels.scaled_mm.reference import scaled_mm_reference
 from w8a8_kernels.select import (
     GLUON_VERSIONS,
+    KERNEL_VARIABLE,
     MAX_K,
     PINGPONG_CAPABILITY,
     Choice,
@@ -202,8 +206,26 @@ def _scaled_mm_cpu(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    select_scaled_mm(device_facts(x.device))  # raises where a kernel is forced that does not run here
+    choice = select_scaled_mm(device_facts(x.device))  # raises where a kernel is forced that does not run here
+    if choice.kernel == "onednn" and os.environ.get(KERNEL_VARIABLE) and x.numel() and weight.numel():
+        # Forced, and not packed by `pack_weight`: right, but slow.
+        packed = pack_weight_onednn(weight, weight_scale, out_dtype)
+        try:
+            return scaled_mm_onednn(x, x_scale, packed, weight.shape[0], bias, out_dtype)
+        finally:
+            release_packed_weight_onednn(packed)
     return scaled_mm_reference(x, x_scale, weight, weight_scale, bias, out_dtype)
+
+
+def _on_cpu(reference: Callable, select: Callable[[Facts], Choice]) -> Callable:
+    """The reference as an op of CPUs: it raises where a kernel is forced that does not run there."""
+
+    @functools.wraps(reference)
+    def op(*args, **kwargs):
+        select(device_facts(torch.device("cpu")))
+        return reference(*args, **kwargs)
+
+    return op
 
 
 def _scaled_mm_cuda(
@@ -295,22 +317,22 @@ def _int8_experts_cuda(
     )
 
 
-_LIBRARY.impl("quantize", quantize_reference, "CPU")
+_LIBRARY.impl("quantize", _on_cpu(quantize_reference, select_quantize), "CPU")
 _LIBRARY.impl("quantize", _quantize_cuda, "CUDA")
-_LIBRARY.impl("quantize_amax", quantize_amax_reference, "CPU")
+_LIBRARY.impl("quantize_amax", _on_cpu(quantize_amax_reference, select_quantize), "CPU")
 _LIBRARY.impl("quantize_amax", _quantize_amax_cuda, "CUDA")
-_LIBRARY.impl("quantize_with_amax", _quantize_with_amax_cpu, "CPU")
+_LIBRARY.impl("quantize_with_amax", _on_cpu(_quantize_with_amax_cpu, select_quantize), "CPU")
 _LIBRARY.impl("quantize_with_amax", _quantize_with_amax_cuda, "CUDA")
-_LIBRARY.impl("rms_norm_quantize", rms_norm_quantize_reference, "CPU")
+_LIBRARY.impl("rms_norm_quantize", _on_cpu(rms_norm_quantize_reference, select_quantize), "CPU")
 _LIBRARY.impl("rms_norm_quantize", _rms_norm_quantize_cuda, "CUDA")
-_LIBRARY.impl("add_rms_norm_quantize", add_rms_norm_quantize_reference, "CPU")
+_LIBRARY.impl("add_rms_norm_quantize", _on_cpu(add_rms_norm_quantize_reference, select_quantize), "CPU")
 _LIBRARY.impl("add_rms_norm_quantize", _add_rms_norm_quantize_cuda, "CUDA")
-_LIBRARY.impl("silu_mul_quantize", silu_mul_quantize_reference, "CPU")
+_LIBRARY.impl("silu_mul_quantize", _on_cpu(silu_mul_quantize_reference, select_quantize), "CPU")
 _LIBRARY.impl("silu_mul_quantize", _silu_mul_quantize_cuda, "CUDA")
 _LIBRARY.impl("scaled_mm", _scaled_mm_cpu, "CPU")
 _LIBRARY.impl("scaled_mm", _scaled_mm_cuda, "CUDA")
 _LIBRARY.impl("scaled_mm_packed", scaled_mm_onednn, "CPU")
-_LIBRARY.impl("int8_experts", int8_experts_reference, "CPU")
+_LIBRARY.impl("int8_experts", _on_cpu(int8_experts_reference, select_experts), "CPU")
 _LIBRARY.impl("int8_experts", _int8_experts_cuda, "CUDA")
 
 
@@ -521,24 +543,19 @@ def scaled_mm(
     Raises:
         ValueError: shapes or dtypes do not fit, or K is so large that int32 sums could overflow.
     """
-    M, K = x.shape
-    N = weight.shape[0]
+    if out_dtype not in ACTIVATION_DTYPES:
+        raise ValueError(f"scaled_mm: got out_dtype {out_dtype}, expected {' or '.join(map(str, ACTIVATION_DTYPES))}")
+    M, K = x.shape if x.dim() == 2 else (0, 0)
+    N = weight.shape[0] if weight.dim() == 2 else 0
     expected = {
         "x": (x, (M, K), (torch.int8,)),
         "x_scale": (x_scale, (M, 1), (torch.float32,)),
         "weight": (weight, (N, K), (torch.int8,)),
         "weight_scale": (weight_scale, (N, 1), (torch.float32,)),
+        "bias": (bias, (N,), ACTIVATION_DTYPES),
     }
-    if bias is not None:
-        expected["bias"] = (bias, (N,), ACTIVATION_DTYPES)
-    for name, (tensor, shape, dtypes) in expected.items():
-        if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
-            raise ValueError(
-                f"scaled_mm: got {name} of shape {tuple(tensor.shape)} and dtype {tensor.dtype}, expected {shape} and "
-                f"{' or '.join(map(str, dtypes))}"
-            )
-    if K > MAX_K:
-        raise ValueError(f"scaled_mm: got K = {K}, expected at most {MAX_K}: larger int32 sums could overflow")
+    _check_tensors("scaled_mm", expected, x.device)
+    _check_sums("scaled_mm", K)
     return torch.ops.w8a8.scaled_mm(x, x_scale, weight, weight_scale, bias, out_dtype)
 
 
@@ -552,7 +569,14 @@ def pack_weight(weight: torch.Tensor, weight_scale: torch.Tensor, out_dtype: tor
 
     Returns:
         An opaque tensor, or None where the kernel reads `weight` as it is (then keep the weight).
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, or K is so large that int32 sums could overflow.
     """
+    N, K = weight.shape if weight.dim() == 2 else (0, 0)
+    expected = {"weight": (weight, (N, K), (torch.int8,)), "weight_scale": (weight_scale, (N, 1), (torch.float32,))}
+    _check_tensors("pack_weight", expected, weight.device)
+    _check_sums("pack_weight", K)
     if weight.numel() and select_scaled_mm(device_facts(weight.device)).kernel == "onednn":
         return pack_weight_onednn(weight, weight_scale, out_dtype)
     return None
@@ -609,6 +633,8 @@ def _check_linear(x, weight, weight_scale, bias, packed, hadamard: int, amax) ->
         raise ValueError(
             f"int8_linear: got x of shape {tuple(x.shape)} and dtype {x.dtype}, expected [..., K] in bf16, fp16 or fp32"
         )
+    if weight is None and packed is None:
+        raise ValueError("int8_linear: got neither weight nor packed, expected one of them")
     N, K = weight_scale.shape[0] if weight_scale.dim() else 0, x.shape[-1]
     rows = x.numel() // K if K else x.shape[:-1].numel()
     expected = {
@@ -617,13 +643,31 @@ def _check_linear(x, weight, weight_scale, bias, packed, hadamard: int, amax) ->
         "bias": (bias, (N,), ACTIVATION_DTYPES),
         "amax": (amax, (rows, 1), (torch.float32,)),
     }
+    _check_tensors("int8_linear", expected, x.device)
+    check_block(hadamard, K, "int8_linear")
+    _check_sums("int8_linear", K)
+    if packed is not None:
+        check_packed(packed, N, K, x.dtype)
+
+
+def _check_tensors(
+    op: str, expected: dict[str, tuple[torch.Tensor | None, tuple[int, ...], tuple[torch.dtype, ...]]], device: torch.device
+) -> None:
     for name, (tensor, shape, dtypes) in expected.items():
-        if tensor is not None and (tensor.shape != shape or tensor.dtype not in dtypes):
+        if tensor is None:
+            continue
+        if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
             raise ValueError(
-                f"int8_linear: got {name} of shape {tuple(tensor.shape)} and dtype {tensor.dtype}, expected {shape} and "
+                f"{op}: got {name} of shape {tuple(tensor.shape)} and dtype {tensor.dtype}, expected {shape} and "
                 f"{' or '.join(map(str, dtypes))}"
             )
-    check_block(hadamard, K, "int8_linear")
+        if tensor.device != device:
+            raise ValueError(f"{op}: got {name} on {tensor.device}, expected {device}, where the other tensors are")
+
+
+def _check_sums(op: str, K: int) -> None:
+    if K > MAX_K:
+        raise ValueError(f"{op}: got K = {K}, expected at most {MAX_K}: larger int32 sums could overflow")
 
 
 def int8_experts(

@@ -28,6 +28,8 @@ MIN_DEPENDENT_LAUNCH_CAPABILITY = (9, 0)
 MIN_CUTLASS_CAPABILITY, END_OF_CUTLASS_CAPABILITY = (7, 5), (10, 0)
 MIN_CUTLASS_ROWS = 256
 
+KERNELS = ("triton", "cutlass", "pingpong", "dp4a", "onednn", "torch")
+
 # Those that `w8a8_kernels.tune` compares.
 MEASURED_KERNELS = ("triton", "cutlass", "pingpong")
 
@@ -181,7 +183,7 @@ def _select(facts: Facts, many_rows: bool, aligned: bool, half: bool, measured: 
     if forced:
         if forced not in candidates:
             raise ValueError(
-                f"{KERNEL_VARIABLE}={forced!r}: no such kernel. Known: {', '.join(candidates)}. Unset it for the default."
+                f"{KERNEL_VARIABLE}={forced!r}: no such kernel. Known: {', '.join(KERNELS)}. Unset it for the default."
             )
         refusal, _ = candidates[forced]
         if refusal is not None:
@@ -200,12 +202,13 @@ def _select(facts: Facts, many_rows: bool, aligned: bool, half: bool, measured: 
     raise AssertionError("the torch reference never refuses")
 
 
-def describe_scaled_mm(facts: Facts) -> str:
+def describe_scaled_mm(facts: Facts, out_dtype: torch.dtype) -> str:
     """What `select_scaled_mm` takes for few and for many rows of an ordinary weight, and why: for logs. Raises as that."""
-    few, many = select_scaled_mm(facts), select_scaled_mm(facts, MIN_CUTLASS_ROWS)
+    few, many = (select_scaled_mm(facts, M, out_dtype=out_dtype) for M in (None, MIN_CUTLASS_ROWS))
     text = f"{few.kernel} ({few.reason})"
     if many.kernel != few.kernel:
-        text += f", from {MIN_CUTLASS_ROWS} rows on {many.kernel}; weights with tiles measured on this GPU on what was fastest"
+        text += f", from {MIN_CUTLASS_ROWS} rows on {many.kernel} where N and K are multiples of {ALIGNMENT}; weights "
+        text += "measured on this GPU take what was fastest"
     return text
 
 

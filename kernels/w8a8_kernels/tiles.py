@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from w8a8_kernels.select import MEASURED_KERNELS, PINGPONG_CAPABILITY, has_dependent_launch
+from w8a8_kernels.select import MAX_K, MEASURED_KERNELS, PINGPONG_CAPABILITY, has_dependent_launch
 
 CONFIG_DIR_VARIABLE = "VLLM_W8A8_CONFIG_DIR"
 CONFIG_DIR = Path(__file__).parent / "configs"
@@ -200,7 +200,7 @@ def _measured(device_name: str, capability: tuple[int, int]) -> Table:
 @functools.cache  # asked at every call of the op
 def _measured_in(device_name: str, capability: tuple[int, int], config_dir: str | None) -> Table:
     table: Table = {}
-    if config_dir is not None and not Path(config_dir).is_dir():
+    if config_dir is not None and not os.path.isdir(config_dir):  # Path.is_dir raises for a name that is too long
         raise ValueError(
             f"{CONFIG_DIR_VARIABLE}={config_dir!r}: got no such folder, expected one that holds what `vllm-w8a8 tune` writes. "
             "Correct it or unset it."
@@ -224,7 +224,7 @@ def read_file(path: Path, device_name: str, capability: tuple[int, int]) -> dict
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise _broken(path, f"what is not JSON ({error})", "a file as `vllm-w8a8 tune` writes it") from None
     keys = {"device", "capability", "date", "versions", "tiles"}
     if not isinstance(content, dict) or set(content) != keys:
@@ -248,15 +248,20 @@ def read_table(path: Path, device_name: str, capability: tuple[int, int]) -> Tab
     table: Table = {}
     for shape, buckets in read_file(path, device_name, capability)["tiles"].items():
         N, _, K = shape.partition("x")
-        if not (N.isdecimal() and K.isdecimal() and isinstance(buckets, dict)):
+        if not (_is_count(N) and _is_count(K) and isinstance(buckets, dict)):
             raise _broken(path, f"tiles[{shape!r}] = {buckets!r}", '"<N>x<K>": {"<rows>": {...}}')
         table[int(N), int(K)] = {}
         for rows, values in buckets.items():
             where = f"tiles[{shape!r}][{rows!r}]"
-            if not rows.isdecimal() or int(rows) < 1 or bucket_of(int(rows)) != int(rows):
+            if not _is_count(rows) or bucket_of(int(rows)) != int(rows):
                 raise _broken(path, where, "a number of rows that is a power of two")
             table[int(N), int(K)][int(rows)] = _entry(path, where, values, capability)
     return table
+
+
+def _is_count(text: str) -> bool:
+    """Whether it is a whole number from 1, below 10^9, as Python writes it: two keys for one shape would hide one of them."""
+    return text.isdecimal() and len(text) < 10 and str(int(text)) == text != "0"
 
 
 def _entry(path: Path, where: str, values: Any, capability: tuple[int, int]) -> Entry:
@@ -283,13 +288,16 @@ def _entry(path: Path, where: str, values: Any, capability: tuple[int, int]) -> 
         elif name == "preload":
             fits, expected = type(value) is int and 0 <= value <= 8, "a whole number from 0 to 8"
         elif name == "prefetch":
-            fits, expected = type(value) is int and value >= 0 and value % 16 == 0, "a multiple of 16, or 0"
+            fits = type(value) is int and 0 <= value <= MAX_K and value % 16 == 0
+            expected = f"a multiple of 16 up to {MAX_K}, or 0"
         elif name in ("num_stages", "split_k"):
-            fits, expected = type(value) is int and value >= 1, "a whole number from 1"
+            most = 16 if name == "num_stages" else 256
+            fits, expected = type(value) is int and 1 <= value <= most, f"a whole number from 1 to {most}"
         else:
-            least = 1 if name == "num_warps" else 16
-            fits = type(value) is int and value >= least and bucket_of(value) == value
-            expected = f"a power of two from {least}"
+            # A program has at most 1,024 threads; tl.dot takes no fewer than 32 int8 columns.
+            least, most = {"num_warps": (1, 32), "block_k": (32, 4096)}.get(name, (16, 4096))
+            fits = type(value) is int and least <= value <= most and bucket_of(value) == value
+            expected = f"a power of two from {least} to {most}"
         if not fits:
             raise _broken(path, f"{name} {value!r} in {where}", expected)
     tile = Tile(**tile_values)

@@ -245,6 +245,27 @@ def test_refuses_overflowing_sums() -> None:
         )
 
 
+@pytest.mark.parametrize("wrong", [{"out_dtype": torch.int8}, {"x": torch.zeros(40, dtype=torch.int8)}])
+def test_refuses_what_is_no_matrix_or_no_dtype_of_results(wrong: dict) -> None:
+    values = operands(3, 24, 40, torch.bfloat16, torch.device("cpu"), bias=False)
+    args = dict(zip(("x", "x_scale", "weight", "weight_scale"), values, strict=False))
+    with pytest.raises(ValueError, match=r"scaled_mm: got (out_dtype torch.int8|x of shape \(40,\))"):
+        w8a8_kernels.scaled_mm(**(args | wrong))
+
+
+@pytest.mark.parametrize(
+    ("weight", "scale", "message"),
+    [
+        (torch.zeros(8, 64), torch.ones(8, 1), "pack_weight: got weight of shape .* torch.float32"),
+        (torch.zeros(8, 64, dtype=torch.int8), torch.ones(4, 1), r"pack_weight: got weight_scale of shape \(4, 1\)"),
+        (torch.zeros(1, 132105, dtype=torch.int8), torch.ones(1, 1), "pack_weight: got K = 132105"),
+    ],
+)
+def test_packing_refuses(weight: torch.Tensor, scale: torch.Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        w8a8_kernels.pack_weight(weight, scale, torch.bfloat16)
+
+
 LINEAR = {
     "x": torch.zeros(5, 64),
     "weight": torch.zeros(8, 64, dtype=torch.int8),
@@ -266,6 +287,13 @@ LINEAR = {
         ({"bias": torch.zeros(1)}, r"got bias of shape \(1,\) .* expected \(8,\)"),
         ({"amax": torch.ones(1, 1)}, r"got amax of shape \(1, 1\) .* expected \(5, 1\)"),
         ({"hadamard": 48}, "int8_linear: got a block of 48"),
+        ({"weight": None}, "int8_linear: got neither weight nor packed"),
+        ({"weight": torch.zeros(8, 64, dtype=torch.int8, device="meta")}, "got weight on meta, expected cpu"),
+        ({"packed": torch.tensor(1)}, "got a packed weight one that was released or packed by another process"),
+        (
+            {"x": torch.zeros(1, 132160), "weight": torch.zeros(8, 132160, dtype=torch.int8)},
+            "int8_linear: got K = 132160, expected at most 132104",
+        ),
     ],
 )
 def test_linear_refuses(wrong: dict, message: str) -> None:

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from w8a8_kernels import scaled_mm
+from w8a8_kernels import int8_experts, quantize, quantize_amax, rms_norm_quantize, scaled_mm, silu_mul_quantize
+from w8a8_kernels.scaled_mm import onednn
 from w8a8_kernels.select import (
     Facts,
     cutlass_refusal,
@@ -206,18 +207,23 @@ def test_forced_onednn_leaves_the_quantizer_ours() -> None:
 
 
 @pytest.mark.parametrize(
-    ("facts", "kernels"),
+    ("facts", "dtype", "kernels"),
     [
-        (with_cutlass(9, 0), ("triton (", "from 256 rows on cutlass; weights with tiles measured")),
-        (gpu(9, 0), ("triton (",)),
-        (CPU_ONEDNN, ("onednn (",)),
+        (
+            with_cutlass(9, 0),
+            torch.bfloat16,
+            ("triton (", "from 256 rows on cutlass where N and K are multiples of 16; weights"),
+        ),
+        (with_cutlass(9, 0), torch.float32, ("triton (",)),
+        (gpu(9, 0), torch.bfloat16, ("triton (",)),
+        (CPU_ONEDNN, torch.bfloat16, ("onednn (",)),
     ],
 )
 def test_the_log_names_the_kernels_of_few_and_of_many_rows(
-    facts: Facts, kernels: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    facts: Facts, dtype: torch.dtype, kernels: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("VLLM_W8A8_KERNEL", raising=False)
-    text = describe_scaled_mm(facts)
+    text = describe_scaled_mm(facts, dtype)
     assert text.startswith(kernels[0])
     assert ("from 256 rows on" in text) == (len(kernels) > 1)
     assert all(kernel in text for kernel in kernels)
@@ -236,3 +242,27 @@ def test_a_forced_kernel_fails_on_a_cpu_without_it(forced: str, monkeypatch: pyt
     x, weight = torch.ones(2, 16, dtype=torch.int8), torch.ones(16, 16, dtype=torch.int8)
     with pytest.raises(ValueError, match=f"VLLM_W8A8_KERNEL={forced} cannot run here"):
         scaled_mm(x, torch.ones(2, 1), weight, torch.ones(16, 1))
+
+
+def test_ops_of_a_cpu_fail_with_a_kernel_that_it_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_W8A8_KERNEL", "dp4a")
+    x = torch.ones(2, 16)
+    experts = torch.ones(1, 32, 16, dtype=torch.int8), torch.ones(1, 32, 1), torch.ones(1, 16, 16, dtype=torch.int8)
+    for op in (
+        lambda: quantize(x),
+        lambda: quantize_amax(x),
+        lambda: rms_norm_quantize(x, torch.ones(16), 1e-6),
+        lambda: silu_mul_quantize(x),
+        lambda: int8_experts(x, *experts, torch.ones(1, 16, 1), torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int64)),
+    ):
+        with pytest.raises(ValueError, match="VLLM_W8A8_KERNEL=dp4a cannot run here: the Triton kernels need a GPU"):
+            op()
+
+
+def test_that_sums_saturate_is_asked_again_when_the_op_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may use the kernels first, and load vLLM's ops later."""
+    monkeypatch.setattr(onednn, "has_onednn", lambda: False)
+    assert not onednn.onednn_saturates()
+    monkeypatch.setattr(onednn, "has_onednn", lambda: True)
+    monkeypatch.setattr(onednn, "_saturates", lambda: True)
+    assert onednn.onednn_saturates()

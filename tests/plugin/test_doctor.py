@@ -31,6 +31,7 @@ def test_reports_and_passes() -> None:
         ("VLLM_W8A8_ENABLE", "maybe", "VLLM_W8A8_ENABLE='maybe': expected 1 or 0"),
         ("VLLM_W8A8_FUSION", "perhaps", "VLLM_W8A8_FUSION='perhaps': expected 1 or 0"),
         ("VLLM_W8A8_CONFIG_DIR", "/nowhere", "VLLM_W8A8_CONFIG_DIR='/nowhere': got no such folder"),
+        ("VLLM_W8A8_SKIP_MODULES", "lm_head, re:[", "VLLM_W8A8_SKIP_MODULES: skip pattern 're:[' is not a regular expression"),
         ("VLLM_W8A8_KERNEL", "fastest", "no such kernel. Known: triton, cutlass, pingpong, dp4a, onednn, torch"),
     ],
 )

@@ -10,6 +10,10 @@ import torch
 from checkpoints import NATIVE
 from layers import experts, finish, load, run_ranks
 
+from vllm_w8a8_plugin import compat
+from w8a8_kernels import int8_linear, ops, pack_weight, release_packed_weight
+from w8a8_kernels.scaled_mm.onednn import has_onednn, scaled_mm_onednn
+
 pytest.importorskip("vllm", reason="vLLM is not installed: `make test` installs it")
 
 HIDDEN, INTERMEDIATE = 128, 192
@@ -270,3 +274,34 @@ def test_variables_are_in_the_compile_caches_key(monkeypatch: pytest.MonkeyPatch
         with monkeypatch.context() as patch:
             patch.setenv(variable.name, "16")
             assert json.dumps(vllm.envs.compile_factors(), default=str, sort_keys=True) != before, variable.name
+
+
+def test_a_packed_weight_of_another_form_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's op checks nothing: it reads beside the weight, or writes beside the result."""
+    compat.load_vllm_ops()
+    if not has_onednn():
+        pytest.skip("vLLM's CPU build is not installed")
+    monkeypatch.delenv("VLLM_W8A8_KERNEL", raising=False)
+    monkeypatch.setattr(ops, "onednn_saturates", lambda: False)  # these sums are small
+    weight, scale, x = torch.ones(16, 64, dtype=torch.int8), torch.ones(16, 1), torch.ones(2, 64)
+    packed = pack_weight(weight, scale, torch.float32)
+    assert torch.allclose(int8_linear(x, None, scale, packed=packed), torch.full((2, 16), 64.0))
+    for bad_x, bad_scale in ((x, scale[:8].contiguous()), (torch.ones(2, 128), scale), (x.bfloat16(), scale)):
+        with pytest.raises(ValueError, match=r"got a packed weight \[16, 64\] for torch.float32, expected \["):
+            int8_linear(bad_x, None, bad_scale, packed=packed)
+    release_packed_weight(packed)
+    with pytest.raises(ValueError, match="got a packed weight one that was released"):
+        int8_linear(x, None, scale, packed=packed)
+
+
+def test_forced_onednn_runs_where_nothing_was_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    compat.load_vllm_ops()
+    if not has_onednn():
+        pytest.skip("vLLM's CPU build is not installed")
+    calls = []
+    monkeypatch.setattr(ops, "onednn_saturates", lambda: False)
+    monkeypatch.setattr(ops, "scaled_mm_onednn", lambda *args: calls.append(args) or scaled_mm_onednn(*args))
+    monkeypatch.setenv("VLLM_W8A8_KERNEL", "onednn")
+    out = int8_linear(torch.ones(2, 64), torch.ones(16, 64, dtype=torch.int8), torch.ones(16, 1))
+    assert torch.allclose(out, torch.full((2, 16), 64.0))
+    assert len(calls) == 1

@@ -7,6 +7,9 @@ import functools
 
 import torch
 
+# By address, the weights that are packed: N, K and the dtype of their results. vLLM's op checks none of these.
+_PACKED: dict[int, tuple[int, int, torch.dtype]] = {}
+
 # vLLM's own value for linear layers: how many input shapes keep their compiled primitive.
 PRIMITIVE_CACHE_SIZE = 32
 
@@ -16,15 +19,17 @@ def has_onednn() -> bool:
     return hasattr(torch.ops._C, "create_onednn_scaled_mm_handler") and hasattr(torch.ops._C, "onednn_scaled_mm")
 
 
-@functools.cache
 def onednn_saturates() -> bool:
     """Whether oneDNN's int8 sums are wrong on this CPU; False where the op is not there.
 
     Without VNNI instructions (AVX2 alone, say) pairs of products are added in 16 bits, which saturate. Seen with vLLM 0.32 on
     a CPU with AVX2: off by up to a quarter of the greatest sum.
     """
-    if not has_onednn():
-        return False
+    return has_onednn() and _saturates()
+
+
+@functools.cache
+def _saturates() -> bool:
     K, N = 64, 16
     x, weight = (torch.full((rows, K), 127, dtype=torch.int8) for rows in (1, N))
     scales = [torch.ones(rows, 1, dtype=torch.float32) for rows in (1, N)]
@@ -45,12 +50,23 @@ def pack_weight_onednn(weight: torch.Tensor, weight_scale: torch.Tensor, out_dty
     handler = torch.ops._C.create_onednn_scaled_mm_handler(
         weight.t(), weight_scale, out_dtype, True, False, PRIMITIVE_CACHE_SIZE
     )
+    _PACKED[handler] = (*weight.shape, out_dtype)
     return torch.tensor(handler, dtype=torch.int64)
+
+
+def check_packed(packed: torch.Tensor, N: int, K: int, out_dtype: torch.dtype) -> None:
+    """Raise ValueError where `packed` is no weight [N, K] that this process has packed for results of `out_dtype`."""
+    form = _PACKED.get(packed.item())
+    if form != (N, K, out_dtype):
+        got = "one that was released or packed by another process" if form is None else f"[{form[0]}, {form[1]}] for {form[2]}"
+        raise ValueError(f"int8_linear: got a packed weight {got}, expected [{N}, {K}] for {out_dtype}")
 
 
 def release_packed_weight_onednn(packed: torch.Tensor) -> None:
     """Free what `pack_weight_onednn` made; `packed` must not be used any more."""
-    torch.ops._C.release_dnnl_matmul_handler(packed.item())
+    handler = packed.item()
+    _PACKED.pop(handler, None)
+    torch.ops._C.release_dnnl_matmul_handler(handler)
 
 
 def scaled_mm_onednn(
