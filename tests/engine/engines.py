@@ -133,7 +133,8 @@ def run_engine(
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         if then:
             environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions are sent to workers
-        run = _run if torch.cuda.is_available() else _run_forked
+        # Triton decides about its interpreter when it is imported, which the forked process has done.
+        run = _run if torch.cuda.is_available() or "TRITON_INTERPRET" in environment else _run_forked
         status, log = run(job_file, result_file, environment, timeout_s)
         if status == -signal.SIGABRT and VLLM_ABORT in log:
             warnings.warn(f"vLLM aborted ({VLLM_ABORT}) and was started again", stacklevel=2)
