@@ -739,12 +739,8 @@ def int8_experts(
         expected["w13_bias"] = (w13_bias, (E, 2 * intermediate), ACTIVATION_DTYPES)
     if w2_bias is not None:
         expected["w2_bias"] = (w2_bias, (E, hidden), ACTIVATION_DTYPES)
-    for name, (tensor, shape, dtypes) in expected.items():
-        if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
-            raise ValueError(
-                f"int8_experts: got {name} of shape {tuple(tensor.shape)} and dtype {tensor.dtype}, expected {shape} and "
-                f"{' or '.join(map(str, dtypes))}"
-            )
+    _check_tensors("int8_experts", expected, x.device)
+    for name, (tensor, _, _) in expected.items():
         # Of x, topk_ids and topk_weights a copy is cheap, so theirs are free.
         whole = name.startswith("w") or name == "expert_map"
         if whole and not (tensor.is_contiguous() or (name in ("w13", "w2") and tensor.stride(2) == 1)):

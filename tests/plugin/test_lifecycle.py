@@ -276,13 +276,20 @@ def test_variables_are_in_the_compile_caches_key(monkeypatch: pytest.MonkeyPatch
             assert json.dumps(vllm.envs.compile_factors(), default=str, sort_keys=True) != before, variable.name
 
 
+@pytest.fixture
+def onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN's product is taken on any CPU: the sums of these tests are small."""
+    if torch.cuda.is_available():
+        pytest.skip("vLLM's build for GPUs has no oneDNN")
+    compat.load_vllm_ops()
+    assert has_onednn()
+    monkeypatch.setattr(ops, "onednn_saturates", lambda: False)
+
+
+@pytest.mark.usefixtures("onednn")
 def test_a_packed_weight_of_another_form_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's op checks nothing: it reads beside the weight, or writes beside the result."""
-    compat.load_vllm_ops()
-    if not has_onednn():
-        pytest.skip("vLLM's CPU build is not installed")
     monkeypatch.delenv("VLLM_W8A8_KERNEL", raising=False)
-    monkeypatch.setattr(ops, "onednn_saturates", lambda: False)  # these sums are small
     weight, scale, x = torch.ones(16, 64, dtype=torch.int8), torch.ones(16, 1), torch.ones(2, 64)
     packed = pack_weight(weight, scale, torch.float32)
     assert torch.allclose(int8_linear(x, None, scale, packed=packed), torch.full((2, 16), 64.0))
@@ -294,12 +301,9 @@ def test_a_packed_weight_of_another_form_is_refused(monkeypatch: pytest.MonkeyPa
         int8_linear(x, None, scale, packed=packed)
 
 
+@pytest.mark.usefixtures("onednn")
 def test_forced_onednn_runs_where_nothing_was_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    compat.load_vllm_ops()
-    if not has_onednn():
-        pytest.skip("vLLM's CPU build is not installed")
     calls = []
-    monkeypatch.setattr(ops, "onednn_saturates", lambda: False)
     monkeypatch.setattr(ops, "scaled_mm_onednn", lambda *args: calls.append(args) or scaled_mm_onednn(*args))
     monkeypatch.setenv("VLLM_W8A8_KERNEL", "onednn")
     out = int8_linear(torch.ones(2, 64), torch.ones(16, 64, dtype=torch.int8), torch.ones(16, 1))
